@@ -1,0 +1,104 @@
+"""What is trained: the LoRA configuration, the names of its tensors, and their first values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mesp_core.errors import MespError
+
+#: Block-relative names of the seven projections; the position is the projection's number in
+#: the counters of dropout and initialisation.
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adaptation W₀ + scale · (A B)ᵀ of the frozen projections.
+
+    rank: R, at least 1.
+    alpha: the contribution is ``scale · (x A) B`` with ``scale = alpha / rank``
+        (``alpha / √rank`` with ``rank_stabilized``), as in PEFT. mlx-lm's ``scale`` is this
+        ``scale`` itself: use :meth:`from_scale`.
+    dropout: probability that an input feature of the low-rank path is zeroed in training.
+    targets: block-relative names (``self_attn.q_proj``) or their last part (``q_proj``).
+    layers: how many blocks, counted from the last, are adapted; 0 or less means all.
+    dtype: ``float32`` (default), ``bfloat16`` (updated with stochastic rounding), ``float64``.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = PROJECTIONS
+    layers: int = 0
+    dtype: str = "float32"
+    rank_stabilized: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise MespError(f"LoRA rank must be at least 1, not {self.rank}")
+        if not math.isfinite(self.alpha):
+            raise MespError(f"LoRA alpha must be a finite number, not {self.alpha}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise MespError(f"LoRA dropout must be in [0, 1), not {self.dropout}")
+        if self.dtype not in ("float32", "bfloat16", "float64"):
+            raise MespError(f"LoRA dtype must be float32, bfloat16 or float64, not {self.dtype}")
+        if not self.targets:
+            raise MespError("LoRA needs at least one target projection, e.g. self_attn.q_proj")
+        object.__setattr__(self, "targets", tuple(_full_name(name) for name in self.targets))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    @classmethod
+    def from_scale(cls, rank: int, scale: float, **fields) -> LoraConfig:
+        """The configuration whose contribution is ``scale · (x A) B`` (mlx-lm's convention)."""
+        return cls(rank=rank, alpha=scale * rank, **fields)
+
+    def adapted_layers(self, total: int) -> range:
+        """The indices of the adapted blocks of a model with ``total`` blocks."""
+        if self.layers > total:
+            raise MespError(f"LoRA on {self.layers} layers asked for, but the model has {total}")
+        return range(0 if self.layers <= 0 else total - self.layers, total)
+
+
+def _full_name(name: str) -> str:
+    if name in PROJECTIONS:
+        return name
+    for known in PROJECTIONS:
+        if known.rpartition(".")[2] == name:
+            return known
+    raise MespError(f"LoRA target {name!r} does not exist; choose from {', '.join(PROJECTIONS)}")
+
+
+def parameter_name(layer: int, projection: str, factor: str) -> str:
+    """The name of one LoRA tensor, as mlx-lm writes it (``factor``: lora_a or lora_b)."""
+    return f"model.layers.{layer}.{projection}.{factor}"
+
+
+def initial_factors(
+    seed: int, layer: int, projection: str, rank: int, shape: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """First values of one projection's factors: ``lora_a`` ~ U(±1/√in), ``lora_b`` = 0.
+
+    The generator is keyed by (seed, layer, projection), so the values depend on nothing else:
+    not on other layers, on the backend, or on any generator used before.
+
+    shape: (out, in) of the frozen matrix. Returns float64 ``[in, R]`` and ``[R, out]``.
+    """
+    out, width = shape
+    key = (seed % 2**64, layer, PROJECTIONS.index(projection))
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    bound = 1.0 / math.sqrt(width)
+    return generator.uniform(-bound, bound, (width, rank)), np.zeros((rank, out))
