@@ -1,0 +1,181 @@
+"""The whole decoder: embedding, blocks, final norm and head, forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mesp_core.batch import Batch
+from mesp_core.block import BlockPlan, block_forward
+from mesp_core.formulas.attention import AttentionPlan, first_key_tiles
+from mesp_core.formulas.dropout import Dropout, dropout_key
+from mesp_core.formulas.frozen_matrix import rows_per_tile
+from mesp_core.formulas.gated_mlp import MlpPlan
+from mesp_core.formulas.precision import cast
+from mesp_core.formulas.rope import rope_frequencies, rope_tables
+from mesp_core.model import Model
+
+Array = Any
+
+
+class Pass:
+    """One batch on its way through a model: what every block shares.
+
+    training: with dropout masks (when the model's LoRA has dropout), keyed by ``model.step``.
+    """
+
+    def __init__(self, model: Model, batch: Batch, *, training: bool) -> None:
+        batch.check_vocabulary(model.config.vocab)
+        self.model = model
+        self.batch = batch
+        self.backend = model.backend
+        self.ops = model.backend.ops
+        wide = "float64" if model.dtype == "float64" else "float32"
+        self.segment = self.backend.from_numpy(batch.segment, "int32")
+        self.cos, self.sin = (
+            self.backend.from_numpy(table, wide) for table in _tables(model.config.rope, batch)
+        )
+        self._attention = {window: self._plan(window) for window in set(model.config.windows)}
+        lora = model.lora
+        self._dropout = lora.dropout if training and lora is not None else 0.0
+        if self._dropout:
+            words = self.backend.words
+            numbers = batch.numbers[batch.segment]
+            self._sequence, self._position = (
+                cast(self.backend.from_numpy(counter, "int32"), words.dtype, self.backend.xp)
+                for counter in (numbers, batch.position)
+            )
+
+    def _plan(self, window: int | None) -> AttentionPlan:
+        tiles, config = self.backend.tiles, self.model.config
+        return AttentionPlan(
+            segment=self.segment,
+            first_key_tile=first_key_tiles(
+                self.batch.segment.tolist(), tiles.query, tiles.key, window
+            ),
+            scale=config.head_dim**-0.5,
+            window=window,
+            softcap=config.softcap,
+            query_tile=tiles.query,
+            key_tile=tiles.key,
+        )
+
+    def block_plan(self, layer: int) -> BlockPlan:
+        config = self.model.config
+        dropouts = [self._dropout_of(layer, projection) for projection in range(7)]
+        mlp = MlpPlan(
+            activation=config.activation,
+            # Three dense tiles, of gate, up and down, are alive together.
+            feature_tile=rows_per_tile(3 * config.hidden, self.backend.tiles.weights),
+            token_tile=self.backend.tiles.tokens,
+            dropouts=(dropouts[4], dropouts[5], dropouts[6]),
+        )
+        return BlockPlan(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            eps=config.eps,
+            norm_plus_one=config.norm_plus_one,
+            interleaved=config.rope.interleaved,
+            cos=self.cos,
+            sin=self.sin,
+            attention=self._attention[config.windows[layer]],
+            mlp=mlp,
+            dropouts=(dropouts[0], dropouts[1], dropouts[2], dropouts[3]),
+        )
+
+    def _dropout_of(self, layer: int, projection: int) -> Dropout | None:
+        if not self._dropout:
+            return None
+        key = dropout_key(self.model.seed, self.model.step, layer, projection)
+        return Dropout(self._dropout, key, self._sequence, self._position, self.backend.words)
+
+    def embed(self) -> Array:
+        """The first block's input [N, D]."""
+        tokens = self.backend.from_numpy(self.batch.tokens, "int32")
+        dtype = self.backend.dtype(self.model.dtype)
+        x, _ = self.ops.embedding.forward(tokens, self.model.embedding, dtype=dtype)
+        self.backend.stage(x)
+        return x
+
+    def forward(self, x: Array, layer: int) -> Array:
+        """Block ``layer`` on its input; its weights are released afterwards."""
+        out = block_forward(
+            x,
+            self.model.block(layer),
+            self.block_plan(layer),
+            ops=self.ops,
+            backend=self.backend,
+        )
+        self.model.release(layer)
+        return out
+
+    def final_norm(self, x: Array) -> tuple[Array, Any]:
+        config = self.model.config
+        return self.ops.rms_norm.forward(
+            x, self.model.final_norm, eps=config.eps, plus_one=config.norm_plus_one
+        )
+
+    def hidden(self) -> Array:
+        """The normalised output of the last block [N, D], nothing kept on the way."""
+        x = self.embed()
+        for layer in range(self.model.config.layers):
+            x = self.forward(x, layer)
+        return self.final_norm(x)[0]
+
+    def loss(self, normed: Array, *, normalizer: float, gradient: bool) -> tuple[Array, Any]:
+        """Weighted cross-entropy of the head, with the hidden gradient when asked for."""
+        tiles, batch = self.backend.tiles, self.batch
+        wide = "float64" if self.model.dtype == "float64" else "float32"
+        result = self.ops.linear_cross_entropy.forward(
+            normed,
+            self.model.head,
+            self.backend.from_numpy(batch.targets, "int32"),
+            self.backend.from_numpy(batch.weights, wide),
+            normalizer=normalizer,
+            gradient=gradient,
+            vocabulary_tile=rows_per_tile(self.model.config.hidden, tiles.weights),
+            token_tile=tiles.tokens,
+        )
+        self.backend.stage(*result)
+        self.model.release(None)
+        return result
+
+
+def _tables(rope: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin in float64 on the host, so that every backend starts from the same tables."""
+    inv_freq, factor = rope_frequencies(rope.dim, rope.theta, rope.scaling)
+    position = batch.position.astype(np.float64)
+    return rope_tables(position, np.asarray(inv_freq), factor, xp=np)
+
+
+def logits(model: Model, batch: Batch) -> Array:
+    """The logits [N, V] of every token, for looking at: training never makes them."""
+    normed = Pass(model, batch, training=False).hidden()
+    return model.head.matmul(normed)
+
+
+def last_logits(model: Model, tokens: Sequence[int]) -> np.ndarray:
+    """The logits [V] of the token that would follow ``tokens``, as NumPy."""
+    batch = Batch.from_sequences([[*tokens, 0]])
+    normed = Pass(model, batch, training=False).hidden()
+    last = model.head.matmul(normed[-1:, :])
+    model.backend.stage(last)
+    model.release(None)
+    return model.backend.to_numpy(last)[0]
+
+
+def evaluate(model: Model, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Mean cross-entropy over all targets of ``batches`` without dropout, and their number.
+
+    A batch's share is its sum of weights. Returns (nan, 0) when there is no target at all.
+    """
+    total, weight, count = 0.0, 0.0, 0
+    for batch in batches:
+        run = Pass(model, batch, training=False)
+        loss, _ = run.loss(run.hidden(), normalizer=1.0, gradient=False)
+        total += float(loss)
+        weight += float(batch.weights.sum())
+        count += batch.target_count
+    return (total / weight if weight else float("nan")), count
