@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mesp_core.errors import MespError, UnsupportedError
 
 #: No size of a model comes near; what is larger is a damaged or hostile file.
@@ -106,9 +104,6 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
 }
-
-#: GGUF architecture to family; Mistral models are stored under the name llama.
-GGUF_FAMILIES: Mapping[str, str] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 @dataclass(frozen=True)
@@ -219,7 +214,9 @@ class ModelConfig:
         whether q, k, v and o have biases, and the scaling in ``rope_freqs``.
         Raises as :meth:`from_huggingface`.
         """
-        raw = _gguf_as_huggingface(metadata)
+        from mesp_core.files.gguf_names import huggingface_config
+
+        raw = huggingface_config(metadata)
         raw |= {"tie_word_embeddings": tied, "attention_bias": attention_bias}
         if rope_scaling is not None:
             raw["rope_scaling"] = dict(rope_scaling)
@@ -378,71 +375,3 @@ def _windows(values: _Reader, sliding: str, layers: int) -> tuple[int | None, ..
         if kind not in known:
             raise UnsupportedError(f"layer type {kind!r} is not supported; known: {list(known)}")
     return tuple(known[kind] for kind in kinds)
-
-
-def _gguf_as_huggingface(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """GGUF metadata under the names of config.json."""
-    arch = metadata.get("general.architecture")
-    if arch not in GGUF_FAMILIES:
-        known = ", ".join(sorted(GGUF_FAMILIES))
-        raise UnsupportedError(f"GGUF architecture {arch!r} is not supported; known: {known}")
-
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{arch}.{key}", default)
-
-    if get("expert_count", 0):
-        raise UnsupportedError("a mixture of experts is not supported; use a dense model")
-    heads = get("attention.head_count")
-    raw: dict[str, Any] = {
-        "model_type": GGUF_FAMILIES[arch],
-        "hidden_size": get("embedding_length"),
-        "num_hidden_layers": get("block_count"),
-        "intermediate_size": get("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "vocab_size": get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(get("rope.freq_base", 10000.0)),
-        "hidden_act": "silu",
-        "rope_scaling": _gguf_rope_scaling(get),
-    }
-    if get("attention.key_length") is not None:
-        raw["head_dim"] = get("attention.key_length")
-        if get("attention.value_length", raw["head_dim"]) != raw["head_dim"]:
-            raise UnsupportedError("value heads wider or narrower than key heads are not supported")
-    if get("attention.sliding_window"):
-        if arch != "llama":
-            raise UnsupportedError(f"a sliding window in a GGUF file of {arch} is not supported")
-        raw |= {"model_type": "mistral", "sliding_window": get("attention.sliding_window")}
-    sizes = (raw["hidden_size"], heads, get("rope.dimension_count"))
-    if all(isinstance(size, int) and size > 0 for size in sizes):
-        head_dim = raw.get("head_dim", sizes[0] // sizes[1])
-        if isinstance(head_dim, int) and 0 < sizes[2] < head_dim:
-            raw["partial_rotary_factor"] = sizes[2] / head_dim
-    for key in ("bos", "eos"):
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token is not None:
-            raw[f"{key}_token_id"] = token
-    return raw
-
-
-def _gguf_rope_scaling(get: Any) -> dict[str, Any] | None:
-    kind = get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    scaling = {"rope_type": kind, "factor": _shortest(get("rope.scaling.factor"))}
-    names = {
-        "original_max_position_embeddings": "original_context_length",
-        "attention_factor": "attn_factor",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
-    if kind == "yarn":
-        scaling |= {name: _shortest(get(f"rope.scaling.{key}")) for name, key in names.items()}
-    return scaling
-
-
-def _shortest(value: Any) -> Any:
-    """A float32 of the file as the number that was meant: 1e-05, not 9.99999974e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,0 +1,1 @@
+"""Model files: read through mappings, never trusted, never pickled."""
