@@ -145,10 +145,9 @@ def get_backend(name: str | Backend = "auto") -> Backend:
         known = ", ".join(sorted(factories)) or "none"
         raise BackendUnavailableError(f"no backend is called {kind!r}; installed: {known}")
     try:
-        factory = factories[kind]()
+        return factories[kind]()(device or None)
     except ImportError as error:
         raise BackendUnavailableError(f"backend {kind} failed to import: {error}") from error
-    return factory(device or None)
 
 
 def _automatic() -> Backend:

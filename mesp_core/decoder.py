@@ -9,6 +9,7 @@ import numpy as np
 
 from mesp_core.batch import Batch
 from mesp_core.block import BlockPlan, block_forward
+from mesp_core.config import ModelConfig
 from mesp_core.formulas.attention import AttentionPlan, first_key_tiles
 from mesp_core.formulas.dropout import Dropout, dropout_key
 from mesp_core.formulas.frozen_matrix import rows_per_tile
@@ -35,7 +36,7 @@ class Pass:
         wide = "float64" if model.dtype == "float64" else "float32"
         self.segment = self.backend.from_numpy(batch.segment, "int32")
         self.cos, self.sin = (
-            self.backend.from_numpy(table, wide) for table in _tables(model.config.rope, batch)
+            self.backend.from_numpy(table, wide) for table in _tables(model.config, batch)
         )
         self._attention = {window: self._plan(window) for window in set(model.config.windows)}
         lora = model.lora
@@ -143,9 +144,10 @@ class Pass:
         return result
 
 
-def _tables(rope: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def _tables(config: ModelConfig, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin in float64 on the host, so that every backend starts from the same tables."""
-    inv_freq, factor = rope_frequencies(rope.dim, rope.theta, rope.scaling)
+    rope = config.rope
+    inv_freq, factor = rope_frequencies(rope.dim, rope.theta, rope.scaling, config.max_positions)
     position = batch.position.astype(np.float64)
     return rope_tables(position, np.asarray(inv_freq), factor, xp=np)
 

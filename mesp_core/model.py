@@ -11,7 +11,7 @@ from mesp_core.backend import Backend, get_backend
 from mesp_core.block import Block
 from mesp_core.config import ModelConfig
 from mesp_core.errors import MespError, NonFiniteError
-from mesp_core.files import Checkpoint, open_checkpoint
+from mesp_core.files.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.lora_linear import Projection
 from mesp_core.lora import PROJECTIONS, LoraConfig, initial_factors, parameter_name
@@ -54,13 +54,13 @@ class Model:
         self._open()
 
     def _open(self) -> None:
-        names = self.checkpoint.names()
-        for name in _matrix_names(self.config):
-            self._stored[name] = self.checkpoint.matrix(name)
-            if self.residency == "resident":
-                self._resident[name] = self._frozen(name)
         wide = "float64" if self.dtype == "float64" else "float32"
-        for name in _vector_names(self.config, names):
+        for name, shape in expected_shapes(self.config).items():
+            if len(shape) == 2:
+                self._stored[name] = self.checkpoint.matrix(name)
+                if self.residency == "resident":
+                    self._resident[name] = self._frozen(name)
+                continue
             vector = self.checkpoint.vector(name)
             if not np.isfinite(vector).all():
                 raise NonFiniteError(f"weight {name} of {self.checkpoint.path} is NaN or infinite")
@@ -198,38 +198,3 @@ def load_model(
 
         load_adapter(model, adapter)
     return model
-
-
-def _matrix_names(config: ModelConfig) -> list[str]:
-    names = ["model.embed_tokens.weight"]
-    for layer in range(config.layers):
-        names += [f"model.layers.{layer}.{projection}.weight" for projection in PROJECTIONS]
-    return names if config.tied else [*names, "lm_head.weight"]
-
-
-def _vector_names(config: ModelConfig, present: set[str]) -> list[str]:
-    """Norm weights, which must exist, and the biases the configuration asks for."""
-    biased = {
-        "q_proj": config.qkv_bias,
-        "k_proj": config.qkv_bias,
-        "v_proj": config.qkv_bias,
-        "o_proj": config.o_bias,
-        "gate_proj": config.mlp_bias,
-        "up_proj": config.mlp_bias,
-        "down_proj": config.mlp_bias,
-    }
-    names = ["model.norm.weight"]
-    for layer in range(config.layers):
-        prefix = f"model.layers.{layer}."
-        names += [prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"]
-        if config.qk_norm:
-            names += [prefix + "self_attn.q_norm.weight", prefix + "self_attn.k_norm.weight"]
-        names += [
-            f"{prefix}{projection}.bias"
-            for projection in PROJECTIONS
-            if biased[projection.rpartition(".")[2]]
-        ]
-    missing = [name for name in names if name not in present]
-    if missing:
-        raise MespError(f"the checkpoint has no tensor {missing[0]}")
-    return names

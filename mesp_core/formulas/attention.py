@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesp_core.formulas.loops import Loops, tile_count
-from mesp_core.formulas.precision import cast, wide
+from mesp_core.formulas.precision import accumulation_dtype, cast, wide
 
 Array = Any
 
@@ -74,7 +74,7 @@ def attention_forward(
     float32 or wider. Live memory beside the output: one tile of scores.
     """
     tokens, heads, width = q.shape
-    dtype = wide(q[:1], xp).dtype
+    dtype = accumulation_dtype(q.dtype, xp)
     size = plan.query_tile
 
     def query_tile(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:

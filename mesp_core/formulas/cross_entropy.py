@@ -12,7 +12,7 @@ from typing import Any
 from mesp_core.formulas.attention import MASKED
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.loops import Loops, tile_count
-from mesp_core.formulas.precision import cast, wide
+from mesp_core.formulas.precision import accumulation_dtype, cast, wide
 
 Array = Any
 
@@ -46,7 +46,7 @@ def linear_cross_entropy_forward(
     maximum, sum, and with ``gradient`` also the running mean o = softmax(x Wᵀ) W, from which
     dx = weights / normalizer · (o − W[target]).
     """
-    target_rows = cast(weight.take(targets), wide(x[:1], xp).dtype, xp)
+    target_rows = cast(weight.take(targets), accumulation_dtype(x.dtype, xp), xp)
     tokens, vocabulary = x.shape[0], weight.shape[0]
     top = xp.full((tokens, 1), MASKED, dtype=target_rows.dtype)
     mean = xp.zeros(x.shape if gradient else (tokens, 1), dtype=top.dtype)
@@ -57,10 +57,7 @@ def linear_cross_entropy_forward(
         def token_tiles(j: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
             here = tuple(loops.tile(part, j, token_tile, 0) for part in state)
             here = _take_in(loops.tile(x, j, token_tile, 0), tile, here, gradient, xp)
-            return tuple(
-                loops.put(part, j, token_tile, 0, new)
-                for part, new in zip(state, here, strict=True)
-            )
+            return loops.put(state, j, token_tile, 0, here)
 
         return loops.fold(token_tiles, carry, 0, tile_count(tokens, token_tile))
 

@@ -20,8 +20,12 @@ class Loops(Protocol):
         """Tile ``i`` of ``a`` along ``axis``; the last tile may be shorter."""
         ...
 
-    def put(self, a: Array, i: Any, size: int, axis: int, x: Array) -> Array:
-        """``a`` with tile ``i`` along ``axis`` replaced by ``x``; ``a`` must be owned."""
+    def put(self, a: Any, i: Any, size: int, axis: int, x: Any) -> Any:
+        """``a`` with tile ``i`` along ``axis`` replaced by ``x``.
+
+        ``a`` must be owned: it may be written in place, so nothing but ``x`` may still have to
+        be computed from what it held. Both may be tuples of arrays, replaced together.
+        """
         ...
 
 
@@ -63,8 +67,14 @@ class EagerLoops:
     def tile(self, a: Array, i: int, size: int, axis: int = 0) -> Array:
         return a[_span(a, i, size, axis)]
 
-    def put(self, a: Array, i: int, size: int, axis: int, x: Array) -> Array:
-        a[_span(a, i, size, axis)] = x
+    def put(self, a: Any, i: int, size: int, axis: int, x: Any) -> Any:
+        if isinstance(a, tuple):
+            return tuple(self.put(b, i, size, axis, y) for b, y in zip(a, x, strict=True))
+        return self.assign(a, _span(a, i, size, axis), x)
+
+    def assign(self, a: Array, span: tuple[slice, ...], x: Array) -> Array:
+        """``a`` with ``a[span]`` set to ``x``."""
+        a[span] = x
         return a
 
 

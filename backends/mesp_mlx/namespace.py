@@ -1,0 +1,109 @@
+"""MLX as a namespace of the array API: the few names it lacks, and what is faster elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+#: Dtypes whose MLX arrays NumPy can view without a copy (it has no bfloat16).
+_VIEWABLE = {
+    mx.float32: np.float32,
+    mx.float64: np.float64,
+    mx.bool_: np.bool_,
+    mx.int32: np.int32,
+}
+
+
+def host_view(array: mx.array) -> np.ndarray:
+    """The memory of an MLX array on a CPU as NumPy sees it: same bytes, nothing copied."""
+    mx.eval(array)
+    return np.asarray(array)
+
+
+def new_buffer(shape: tuple[int, ...], dtype: Any) -> tuple[mx.array, np.ndarray]:
+    """An owned MLX array and a writable view of it."""
+    array = mx.zeros(shape, dtype=dtype)
+    return array, host_view(array)
+
+
+class MlxNamespace:
+    """``mlx.core`` with the standard's names."""
+
+    bool = mx.bool_
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    @staticmethod
+    def astype(x: mx.array, dtype: Any, copy: bool = True) -> mx.array:
+        return x.astype(dtype)
+
+    @staticmethod
+    def asarray(value: Any, dtype: Any = None) -> mx.array:
+        return mx.array(value, dtype=dtype)
+
+    @staticmethod
+    def matrix_transpose(x: mx.array) -> mx.array:
+        return mx.swapaxes(x, -1, -2)
+
+
+class CpuNamespace(MlxNamespace):
+    """On a CPU some of MLX's loops are far slower than NumPy's, which work on the same memory.
+
+    Measured at 256 × 1536 float32 on two x86-64 cores: exp 4.6 ms against 0.18, where 1.6 against
+    0.1, sum along rows 0.32 against 0.07. These evaluate at once instead of lazily. products:
+    matmul goes the same way, where MLX is linked against the reference BLAS.
+    """
+
+    def __init__(self, *, products: bool) -> None:
+        self._products = products
+
+    def exp(self, x: mx.array) -> mx.array:
+        return _elementwise(np.exp, mx.exp, x)
+
+    def tanh(self, x: mx.array) -> mx.array:
+        return _elementwise(np.tanh, mx.tanh, x)
+
+    def sum(self, x: mx.array, axis: Any = None, keepdims: bool = False) -> mx.array:
+        return _reduced(np.sum, mx.sum, x, axis, keepdims)
+
+    def mean(self, x: mx.array, axis: Any = None, keepdims: bool = False) -> mx.array:
+        return _reduced(np.mean, mx.mean, x, axis, keepdims)
+
+    def max(self, x: mx.array, axis: Any = None, keepdims: bool = False) -> mx.array:
+        return _reduced(np.max, mx.max, x, axis, keepdims)
+
+    def where(self, condition: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        """``a`` where the condition holds, else ``b``, which is a scalar or of a's shape."""
+        if a.dtype not in _VIEWABLE or b.dtype != a.dtype:
+            return mx.where(condition, a, b)
+        shape = np.broadcast_shapes(condition.shape, a.shape, b.shape)
+        out, view = new_buffer(shape, a.dtype)
+        np.copyto(view, host_view(b))
+        np.copyto(view, host_view(a), where=host_view(condition))
+        return out
+
+    def matmul(self, a: mx.array, b: mx.array) -> mx.array:
+        """a @ b, both of one dtype; batches broadcast."""
+        if not self._products or a.dtype not in _VIEWABLE or a.dtype != b.dtype:
+            return mx.matmul(a, b)
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        out, view = new_buffer((*batch, a.shape[-2], b.shape[-1]), a.dtype)
+        np.matmul(host_view(a), host_view(b), out=view)
+        return out
+
+
+def _elementwise(fast: Any, plain: Any, x: mx.array) -> mx.array:
+    if x.dtype not in _VIEWABLE:
+        return plain(x)
+    out, view = new_buffer(x.shape, x.dtype)
+    fast(host_view(x), out=view)
+    return out
+
+
+def _reduced(fast: Any, plain: Any, x: mx.array, axis: Any, keepdims: bool) -> mx.array:
+    if x.dtype not in (mx.float32, mx.float64):
+        return plain(x, axis=axis, keepdims=keepdims)
+    return mx.array(fast(host_view(x), axis=axis, keepdims=keepdims), dtype=x.dtype)
