@@ -75,7 +75,7 @@ class GgufCheckpoint(Checkpoint):
         return values if order is None else values[order]
 
     def tokenizer(self) -> Tokenizer:
-        from mesp_core.files.tokenizer import tokenizer_from_gguf
+        from mesp_core.files.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(self._metadata, self.path)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mesp_core.config import positive_number
 from mesp_core.errors import UnsupportedError
 
 #: GGUF architecture to family; Mistral models are stored under the name llama.
@@ -60,7 +61,7 @@ def huggingface_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
     if get("expert_count", 0):
         raise UnsupportedError("a mixture of experts is not supported; use a dense model")
-    heads = get("attention.head_count")
+    heads, tokens = get("attention.head_count"), metadata.get("tokenizer.ggml.tokens")
     raw: dict[str, Any] = {
         "model_type": FAMILIES[arch],
         "hidden_size": get("embedding_length"),
@@ -68,7 +69,7 @@ def huggingface_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": get("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
-        "vocab_size": get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
+        "vocab_size": get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(get("rope.freq_base", 10000.0)),
@@ -151,7 +152,8 @@ def _rope_scaling(get: Callable[..., Any]) -> dict[str, Any] | None:
     extra = _shortest(get("rope.scaling.attn_factor", 1.0))
     if extra != 1.0:
         # GGUF's factor multiplies YaRN's own, Hugging Face's replaces it.
-        scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
+        growth = math.log(positive_number("rope.scaling.factor", factor))
+        scaling["attention_factor"] = positive_number("attn_factor", extra) * (0.1 * growth + 1.0)
     return scaling
 
 

@@ -103,6 +103,8 @@ def read_header(file: MappedFile) -> GgufHeader:
 def _description(cursor: _Cursor) -> tuple[str, list[int], int, int]:
     name = cursor.string()
     dimensions = cursor.number("<I")
+    if not name.isprintable():
+        raise MespError(f"{cursor.path} is damaged: a tensor is called {name!r}")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise MespError(f"{cursor.path} is damaged: tensor {name} has {dimensions} dimensions")
     dims = [cursor.number("<Q") for _ in range(dimensions)]
