@@ -9,6 +9,7 @@ from typing import Any
 
 from mesp_core.formulas import attention, cross_entropy, embedding, gated_mlp, lora_linear
 from mesp_core.formulas import frozen_linear, rms_norm, rope
+from mesp_core.formulas.activation import FORMULA, Activations
 from mesp_core.formulas.loops import Loops
 
 
@@ -66,8 +67,10 @@ class Operations:
         return [getattr(self, name).explain() for name in self.__dataclass_fields__]
 
 
-def formula_operations(xp: Any, loops: Loops) -> Operations:
-    """The formulas themselves, on ``xp``."""
+def formula_operations(
+    xp: Any, loops: Loops, activations: Activations = FORMULA
+) -> Operations:
+    """The formulas themselves, on ``xp``, with the MLP's activation as given."""
     plain = {"xp": xp}
     looped = {"xp": xp, "loops": loops}
 
@@ -100,7 +103,10 @@ def formula_operations(xp: Any, loops: Loops) -> Operations:
             plain,
         ),
         gated_mlp=component(
-            "gated_mlp", gated_mlp.gated_mlp_forward, gated_mlp.gated_mlp_backward, looped
+            "gated_mlp",
+            gated_mlp.gated_mlp_forward,
+            gated_mlp.gated_mlp_backward,
+            {"activations": activations, **looped},
         ),
         linear_cross_entropy=Component(
             "linear_cross_entropy",

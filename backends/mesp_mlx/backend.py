@@ -26,6 +26,7 @@ BLAS = choose_blas()
 import mlx.core as mx  # noqa: E402  (an OpenBLAS must be loaded before MLX is)
 
 from mesp_mlx import fast  # noqa: E402
+from mesp_mlx.activations import compiled_activations, host_activations  # noqa: E402
 from mesp_mlx.loops import CpuLoops, evaluate  # noqa: E402
 from mesp_mlx.matrices import NativeDense, NativeQuantized  # noqa: E402
 from mesp_mlx.namespace import CpuNamespace, MlxNamespace, new_buffer  # noqa: E402
@@ -69,7 +70,8 @@ class MlxBackend(Backend):
         return cls(device, BLAS, native=device == "gpu")
 
     def _operations(self) -> Operations:
-        ops = formula_operations(self.xp, self.loops)
+        activations = compiled_activations() if self.native else host_activations()
+        ops = formula_operations(self.xp, self.loops, activations)
         if not self.native:
             for name in ("lora_linear", "gated_mlp", "linear_cross_entropy", "frozen_linear"):
                 getattr(ops, name).reason = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Array = Any
@@ -33,6 +35,20 @@ def activation_with_slope(g: Array, kind: str, *, xp: Any) -> tuple[Array, Array
     inner_slope = math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * g * g)
     slope = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * inner_slope
     return 0.5 * g * (1.0 + t), slope
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How a gated MLP computes its activation: these functions, or a backend's faster ones.
+
+    value: (g, kind, xp=xp) -> act(g); with_slope: (g, kind, xp=xp) -> (act(g), act′(g)).
+    """
+
+    value: Callable[..., Array] = activation
+    with_slope: Callable[..., tuple[Array, Array]] = activation_with_slope
+
+
+FORMULA = Activations()
 
 
 def _logistic(g: Array, xp: Any) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesp_core.formulas.activation import activation, activation_with_slope
+from mesp_core.formulas.activation import FORMULA, Activations
 from mesp_core.formulas.dropout import Dropout, dropout_multiplier
 from mesp_core.formulas.loops import Loops, tile_count
 from mesp_core.formulas.lora_linear import LoraGradients, Projection, low_rank, project
@@ -43,6 +43,7 @@ def gated_mlp_forward(
     down: Projection,
     *,
     plan: MlpPlan,
+    activations: Activations = FORMULA,
     loops: Loops,
     xp: Any,
 ) -> tuple[Array, GatedMlpSaved]:
@@ -62,7 +63,7 @@ def gated_mlp_forward(
             y, h_down = state
             here = inputs.rows(j, plan, loops)
             g, u = tile.gate_up(here, xp)
-            a = activation(g, plan.activation, xp=xp) * u
+            a = activations.value(g, plan.activation, xp=xp) * u
             y = _add(y, j, tile.down.weight.matmul(a), plan, loops)
             if h_down is not None:
                 h_down = _add(h_down, j, tile.low_rank_down(a, j, plan, loops, xp), plan, loops)
@@ -75,7 +76,7 @@ def gated_mlp_forward(
     if down.bias is not None:
         y = y + cast(down.bias, y.dtype, xp)
     if h_down is not None:
-        y = y + down.scale * xp.matmul(h_down, cast(down.lora_b, y.dtype, xp))
+        y = y + xp.matmul(down.scale * h_down, cast(down.lora_b, y.dtype, xp))
     return cast(y, x.dtype, xp), GatedMlpSaved(x)
 
 
@@ -87,6 +88,7 @@ def gated_mlp_backward(
     down: Projection,
     *,
     plan: MlpPlan,
+    activations: Activations = FORMULA,
     loops: Loops,
     xp: Any,
 ) -> tuple[Array, LoraGradients | None, LoraGradients | None, LoraGradients | None]:
@@ -112,7 +114,9 @@ def gated_mlp_backward(
             here = inputs.rows(j, plan, loops)
             dy_here = loops.tile(dy_wide, j, plan.token_tile, 0)
             t_here = None if t_down is None else loops.tile(t_down, j, plan.token_tile, 0)
-            return _tile_backward(dy_here, t_here, here, tile, sums, i, j, plan, loops, xp)
+            return _tile_backward(
+                dy_here, t_here, here, tile, sums, i, j, plan, activations, loops, xp
+            )
 
         return loops.fold(rows, sums, 0, tile_count(tokens, plan.token_tile))
 
@@ -230,12 +234,12 @@ class _Sums:
 
 def _tile_backward(
     dy: Array, t_down: Array | None, here: _Inputs, tile: _FeatureTile, sums: _Sums, i: Any,
-    j: Any, plan: MlpPlan, loops: Loops, xp: Any,
+    j: Any, plan: MlpPlan, activations: Activations, loops: Loops, xp: Any,
 ) -> _Sums:  # fmt: skip
     """One tile of features and tokens added to the sums."""
     transpose = xp.matrix_transpose
     g, u = tile.gate_up(here, xp)
-    act, slope = activation_with_slope(g, plan.activation, xp=xp)
+    act, slope = activations.with_slope(g, plan.activation, xp=xp)
     da = tile.down.weight.matmul_t(dy)
     new: dict[str, Array] = {}
     if t_down is not None:

@@ -66,7 +66,7 @@ def project(projection: Projection, x: Array, h: Array | None, *, xp: Any) -> Ar
     if projection.bias is not None:
         y = y + cast(projection.bias, y.dtype, xp)
     if h is not None:
-        y = y + projection.scale * xp.matmul(h, cast(projection.lora_b, h.dtype, xp))
+        y = y + xp.matmul(projection.scale * h, cast(projection.lora_b, h.dtype, xp))
     return y
 
 
