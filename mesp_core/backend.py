@@ -173,5 +173,3 @@ def _numpy_factory() -> Callable[[str | None], Backend]:
     from mesp_core.numpy_backend import backend
 
     return backend
-
-

@@ -119,9 +119,7 @@ def block_backward(
 
     flat = xp.reshape(o, (o.shape[0], -1))
     saved = LoraLinearSaved(flat)
-    do, gradients["o"] = ops.lora_linear.backward(
-        dx_mid, saved, block.o, dropout=plan.dropouts[3]
-    )
+    do, gradients["o"] = ops.lora_linear.backward(dx_mid, saved, block.o, dropout=plan.dropouts[3])
     do = xp.reshape(cast(do, x.dtype, xp), o.shape)
     stage(do)
     dq, dk, dv = ops.attention.backward(
@@ -145,9 +143,7 @@ def block_backward(
 def _heads(x: Array, block: Block, plan: BlockPlan, ops: Operations, backend: Any) -> _Heads:
     """Norm, the three projections, q/k norm and RoPE."""
     xp, stage = backend.xp, backend.stage
-    normed, _ = ops.rms_norm.forward(
-        x, block.input_norm, eps=plan.eps, plus_one=plan.norm_plus_one
-    )
+    normed, _ = ops.rms_norm.forward(x, block.input_norm, eps=plan.eps, plus_one=plan.norm_plus_one)
     stage(normed)
     split = []
     for name, count, dropout in (
@@ -188,7 +184,7 @@ def _mlp_backward(
     normed, norm = ops.rms_norm.forward(
         x_mid, block.post_norm, eps=plan.eps, plus_one=plan.norm_plus_one
     )
-    stage(normed, norm.rstd)
+    stage = backend.stage
     saved = GatedMlpSaved(normed)
     del normed
     dnormed, gradients["gate"], gradients["up"], gradients["down"] = ops.gated_mlp.backward(
@@ -244,5 +240,3 @@ def _inputs_backward(
     dx = cast(wide(dx_mid, xp) + wide(dx, xp), x.dtype, xp)
     stage(dx)
     return dx
-
-

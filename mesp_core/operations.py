@@ -7,8 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mesp_core.formulas import attention, cross_entropy, embedding, gated_mlp, lora_linear
-from mesp_core.formulas import frozen_linear, rms_norm, rope
+from mesp_core.formulas import (
+    attention,
+    cross_entropy,
+    embedding,
+    frozen_linear,
+    gated_mlp,
+    lora_linear,
+    rms_norm,
+    rope,
+)
 from mesp_core.formulas.activation import FORMULA, Activations
 from mesp_core.formulas.loops import Loops
 
@@ -67,9 +75,7 @@ class Operations:
         return [getattr(self, name).explain() for name in self.__dataclass_fields__]
 
 
-def formula_operations(
-    xp: Any, loops: Loops, activations: Activations = FORMULA
-) -> Operations:
+def formula_operations(xp: Any, loops: Loops, activations: Activations = FORMULA) -> Operations:
     """The formulas themselves, on ``xp``, with the MLP's activation as given."""
     plain = {"xp": xp}
     looped = {"xp": xp, "loops": loops}

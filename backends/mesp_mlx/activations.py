@@ -24,9 +24,7 @@ def compiled_activations() -> Activations:
     slope = {
         kind: mx.compile(_bound(activation_with_slope, kind)) for kind in ("silu", "gelu_tanh")
     }
-    return Activations(
-        lambda g, kind, *, xp: value[kind](g), lambda g, kind, *, xp: slope[kind](g)
-    )
+    return Activations(lambda g, kind, *, xp: value[kind](g), lambda g, kind, *, xp: slope[kind](g))
 
 
 def _bound(formula: Any, kind: str) -> Any:

@@ -23,13 +23,13 @@ if importlib.util.find_spec("mlx") is None:
     )
 BLAS = choose_blas()
 
-import mlx.core as mx  # noqa: E402  (an OpenBLAS must be loaded before MLX is)
+import mlx.core as mx
 
-from mesp_mlx import fast  # noqa: E402
-from mesp_mlx.activations import compiled_activations, host_activations  # noqa: E402
-from mesp_mlx.loops import CpuLoops, evaluate  # noqa: E402
-from mesp_mlx.matrices import NativeDense, NativeQuantized  # noqa: E402
-from mesp_mlx.namespace import CpuNamespace, MlxNamespace, new_buffer  # noqa: E402
+from mesp_mlx import fast
+from mesp_mlx.activations import compiled_activations, host_activations
+from mesp_mlx.loops import CpuLoops, evaluate
+from mesp_mlx.matrices import NativeDense, NativeQuantized
+from mesp_mlx.namespace import CpuNamespace, MlxNamespace, new_buffer
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint32", "uint16")
 

@@ -77,7 +77,9 @@ class NativeQuantized:
         )
 
     def take(self, rows: mx.array) -> mx.array:
-        picked: list[Any] = [mx.take(a, rows, axis=0) for a in (self.words, self.scales, self.biases)]
+        picked: list[Any] = [
+            mx.take(a, rows, axis=0) for a in (self.words, self.scales, self.biases)
+        ]
         picked[1:] = [part.astype(mx.float32) for part in picked[1:]]
         return mx.dequantize(*picked, group_size=self.group, bits=self.bits)
 

@@ -22,7 +22,10 @@ TILE_WEIGHTS = 1 << 20
 class FrozenMatrix(Protocol):
     """W: [out, in], frozen."""
 
-    shape: tuple[int, int]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        ...
 
     def matmul(self, x: Array) -> Array:
         """x Wᵀ: [N, in] -> [N, out] in the accumulation dtype of x."""
@@ -51,7 +54,7 @@ class DenseMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.values.shape
+        return self.values.shape[0], self.values.shape[1]
 
     def matmul(self, x: Array) -> Array:
         dtype = accumulation_dtype(x.dtype, self.xp)

@@ -48,9 +48,7 @@ class LoraLinearSaved:
     h: Array | None = None
 
 
-def low_rank(
-    x: Array, projection: Projection, dropout: Dropout | None, *, xp: Any
-) -> Array | None:
+def low_rank(x: Array, projection: Projection, dropout: Dropout | None, *, xp: Any) -> Array | None:
     """h = (m ∘ x) A: [N, in] -> [N, R] in the accumulation dtype; None without an adapter."""
     if projection.lora_a is None:
         return None
