@@ -1,0 +1,178 @@
+"""Frozen matrices, dense and quantised, and the frozen linear layer, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mesp_reference import linear as reference
+from mesp_reference.quantization import dequantize, quantize
+
+from mesp_core.formulas import FrozenMatrix, frozen_linear_backward, frozen_linear_forward
+from mesp_core.formulas.frozen_matrix import rows_per_tile, tiled_matmul, tiled_matmul_t
+from mesp_core.formulas.quantization import BITS, GROUPS, unpack
+from mesp_core.host_matrix import HostMatrix, HostRuntime
+from mesp_core.stored_matrix import StoredMatrix
+from tests.compare import assert_close
+from tests.formulas.agreement import check, draw
+from tests.formulas.naive import round_to
+from tests.formulas.subjects import Subject
+from tests.tolerances import TOLERANCE
+
+N, OUT = 7, 11
+QUANTIZED = [(bits, group) for bits in BITS for group in GROUPS]
+KINDS = [None, *QUANTIZED]
+
+
+def name_of(kind: tuple[int, int] | None) -> str:
+    return "dense" if kind is None else "{}bit-group{}".format(*kind)
+
+
+def frozen(
+    subject: Subject, kind: tuple[int, int] | None, out: int = OUT
+) -> tuple[FrozenMatrix, np.ndarray]:
+    """A frozen matrix of three groups (or 19 columns), and its values in float64."""
+    generator = np.random.default_rng(3)
+    if kind is None:
+        values = draw(3, subject.dtype, weight=(out, 19))["weight"]
+        return subject.dense(values), values
+    bits, group = kind
+    packed, scales, biases = quantize(generator.standard_normal((out, 3 * group)), group, bits)
+    scales, biases = (round_to(part, subject.dtype) for part in (scales, biases))
+    matrix = subject.quantized(packed, scales, biases, bits, group)
+    return matrix, dequantize(packed, scales, biases, group, bits)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_frozen_linear(
+    subject: Subject, kind: tuple[int, int] | None, with_bias: bool
+) -> None:
+    matrix, weight = frozen(subject, kind)
+    assert matrix.shape == weight.shape
+    shapes = {"x": (N, weight.shape[1]), "dy": (N, OUT)} | ({"bias": (OUT,)} if with_bias else {})
+    values = draw(4, subject.dtype, **shapes)
+
+    def expected(x: Any, dy: Any, weight: Any, bias: Any = None) -> dict[str, Any]:
+        y, saved = reference.linear_forward(x, weight, bias)
+        return {"y": y, "dx": reference.linear_backward(dy, saved)}
+
+    bias = subject.array(values["bias"], subject.wide) if with_bias else None
+    y, saved = frozen_linear_forward(subject.array(values["x"]), matrix, bias, xp=subject.xp)
+    assert saved is None
+    dx = frozen_linear_backward(subject.array(values["dy"]), saved, matrix, xp=subject.xp)
+    check(subject, {"y": y, "dx": dx}, expected, values | {"weight": weight})
+
+
+@pytest.mark.parametrize("kind", [None, (3, 32), (4, 64), (6, 128)], ids=name_of)
+def test_tiles_of_a_frozen_matrix(subject: Subject, kind: tuple[int, int] | None) -> None:
+    """Tiles that do not divide the matrix are the matrix of their rows or columns."""
+    matrix, weight = frozen(subject, kind)
+    size = {0: 4, 1: 7 if kind is None else 2 * kind[1]}
+    for axis in (0, 1):
+        extent = weight.shape[axis]
+        for i in range(-(-extent // size[axis])):
+            tile = matrix.tile(i, size[axis], axis)
+            part = np.take(weight, range(i * size[axis], min((i + 1) * size[axis], extent)), axis)
+            assert tile.shape == part.shape
+            x, dy = draw(5, subject.dtype, x=(N, part.shape[1]), dy=(N, part.shape[0])).values()
+            products = {
+                "x Wᵀ": (tile.matmul(subject.array(x)), x @ part.T),
+                "dy W": (tile.matmul_t(subject.array(dy)), dy @ part),
+            }
+            for what, (actual, expected) in products.items():
+                assert subject.dtype_name(actual) == subject.wide
+                assert_close(subject.numpy(actual), expected, TOLERANCE[subject.wide], what)
+
+
+@pytest.mark.parametrize("kind", [None, (5, 32)], ids=name_of)
+def test_rows_taken(subject: Subject, kind: tuple[int, int] | None) -> None:
+    matrix, weight = frozen(subject, kind)
+    rows = np.array([4, 0, 4, 10, 3], dtype=np.int32)
+    taken = matrix.take(subject.array(rows, "int32"))
+    assert subject.dtype_name(taken) == subject.wide
+    assert_close(subject.numpy(taken), weight[rows], TOLERANCE[subject.wide], "rows")
+
+
+@pytest.mark.parametrize("kind", [None, (4, 32)], ids=name_of)
+def test_products_by_tiles_of_rows(subject: Subject, kind: tuple[int, int] | None) -> None:
+    out = 301
+    matrix, weight = frozen(subject, kind, out)
+    assert rows_per_tile(weight.shape[1], 1) == 128
+    x, dy = draw(6, subject.dtype, x=(N, weight.shape[1]), dy=(N, out)).values()
+    tools = (subject.xp, subject.loops, 1)
+    y = tiled_matmul(matrix, subject.array(x), *tools)
+    dx = tiled_matmul_t(matrix, subject.array(dy), *tools)
+    assert_close(subject.numpy(y), x @ weight.T, TOLERANCE[subject.wide], "x Wᵀ")
+    assert_close(subject.numpy(dx), dy @ weight, TOLERANCE[subject.wide], "dy W")
+
+
+@pytest.mark.parametrize("kind", [None, (2, 32), (8, 64)], ids=name_of)
+@pytest.mark.parametrize("namespace", ["numpy", "mlx-cpu"])
+def test_host_matrix(namespace: str, kind: tuple[int, int] | None) -> None:
+    """The matrix both CPU backends use: decoded by NumPy, multiplied by the backend."""
+    subject = Subject(namespace, "float32")
+    out = 301
+    matrix, weight = frozen(subject, kind, out)
+    stored = _stored(weight, kind)
+    library = subject.library
+
+    def new_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, np.ndarray]:
+        if namespace == "numpy":
+            buffer = np.full(shape, np.nan, dtype)
+            return buffer, buffer
+        from mesp_mlx.namespace import new_buffer
+
+        array, view = new_buffer(shape, subject.xp.float32)
+        view[...] = np.nan
+        return array, view
+
+    runtime = HostRuntime(library.xp, library.loops, new_buffer, 1)
+    host = HostMatrix(stored, np.float32, runtime)
+    x, dy = draw(6, "float32", x=(N, weight.shape[1]), dy=(N, out)).values()
+    columns = 7 if kind is None else kind[1]
+    cases = {
+        "x Wᵀ": (host.matmul(subject.array(x)), x @ weight.T),
+        "dy W": (host.matmul_t(subject.array(dy)), dy @ weight),
+        "rows": (host.tile(2, 128, 0).matmul(subject.array(x)), x @ weight[256:].T),
+        "columns": (
+            host.tile(2, columns, 1).matmul_t(subject.array(dy)),
+            dy @ weight[:, 2 * columns :],
+        ),
+        "take": (host.take(subject.array(np.array([300, 2, 2]), "int32")), weight[[300, 2, 2]]),
+    }
+    assert host.shape == matrix.shape
+    for what, (actual, expected) in cases.items():
+        assert_close(subject.numpy(actual), expected, TOLERANCE["float32"], what)
+    subject.check_unchanged()
+
+
+def _stored(weight: np.ndarray, kind: tuple[int, int] | None) -> StoredMatrix:
+    """What ``frozen`` made, as a file holds it."""
+    if kind is None:
+        return StoredMatrix(values=weight.astype(np.float32))
+    bits, group = kind
+    generator = np.random.default_rng(3)
+    packed, scales, biases = quantize(
+        generator.standard_normal((weight.shape[0], 3 * group)), group, bits
+    )
+    codes = packed.astype("<u4").view(np.uint8).reshape(weight.shape[0], 3, group * bits // 8)
+    return StoredMatrix(
+        codes=codes,
+        scales=scales.astype(np.float32),
+        biases=biases.astype(np.float32),
+        bits=bits,
+        group=group,
+    )
+
+
+def test_columns_are_cut_at_groups(subject: Subject) -> None:
+    matrix, _ = frozen(subject, (4, 32))
+    with pytest.raises(ValueError, match="groups of 32"):
+        matrix.tile(0, 31, 1)
+
+
+def test_an_unknown_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="7-bit"):
+        unpack(np.zeros((3, 7), np.uint8), bits=7, xp=np)

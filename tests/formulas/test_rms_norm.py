@@ -1,0 +1,37 @@
+"""RMS norm against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mesp_reference import rms_norm as reference
+
+from mesp_core.formulas import rms_norm_backward, rms_norm_forward
+from tests.formulas.agreement import check, draw
+from tests.formulas.subjects import Subject
+
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("shape", [(7, 19), (5, 3, 8)], ids=["hidden", "heads"])
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("weight_gradient", [False, True])
+def test_rms_norm(
+    subject: Subject, shape: tuple[int, ...], plus_one: bool, weight_gradient: bool
+) -> None:
+    values = draw(1, subject.dtype, x=shape, dout=shape, weight=shape[-1:])
+
+    def expected(x: np.ndarray, dout: np.ndarray, weight: np.ndarray) -> dict:
+        out, saved = reference.rms_norm_forward(x, weight, EPS, plus_one=plus_one)
+        dx, dweight = reference.rms_norm_backward(dout, saved)
+        return {"out": out, "dx": dx, "dweight": dweight if weight_gradient else None}
+
+    xp, weight = subject.xp, subject.array(values["weight"], subject.wide)
+    options = {"plus_one": plus_one, "xp": xp}
+    out, saved = rms_norm_forward(subject.array(values["x"]), weight, eps=EPS, **options)
+    subject.keep(saved)
+    dx, dweight = rms_norm_backward(
+        subject.array(values["dout"]), saved, weight, weight_gradient=weight_gradient, **options
+    )
+    outputs = {"out": out, "dx": dx, "dweight": dweight}
+    check(subject, outputs, expected, values, wide=("dweight",))
