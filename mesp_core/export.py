@@ -24,7 +24,7 @@ from mesp_core.files.safetensors_writer import (
 )
 
 #: Weights decoded at a time.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 _SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"

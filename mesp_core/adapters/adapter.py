@@ -96,12 +96,13 @@ def check_complete(tensors: Mapping[str, np.ndarray], config: LoraConfig, path: 
             )
         if not np.isfinite(tensor).all():
             raise NonFiniteError(f"{path}: tensor {name} holds NaN or infinite values")
-    for layer in adapted_layers(tensors, path):
+    for given in tensors:
+        layer = split_name(given, path)[0]
         for projection in config.targets:
             for factor in FACTORS:
                 name = parameter_name(layer, projection, factor)
                 if name not in tensors:
-                    raise MespError(f"{path} lacks the tensor {name}")
+                    raise MespError(f"{path} lacks the tensor {name}, though it has {given}")
 
 
 @dataclass(frozen=True)
