@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from tests.compare import assert_close, relative_error
 from tests.formulas.naive import round_to, rounded
 from tests.formulas.subjects import Subject
-from tests.tolerances import TOLERANCE
+from tests.tolerances import bound
 
 Values = Mapping[str, np.ndarray]
 
@@ -52,11 +51,7 @@ def check(
         rule = subject.dtype if through_narrow else dtype
         if rule not in naive:
             naive[rule] = reference(**{key: rounded(v, rule) for key, v in inputs.items()})
-        bound = _error(naive[rule][name], expected) + TOLERANCE[rule]
-        assert math.isfinite(bound) and bound < 0.2, f"the bound of {name} holds nothing: {bound}"
+        allowed = bound(rule, relative_error(np.array(naive[rule][name]), expected))
+        assert allowed < 0.2, f"the bound of {name} holds nothing: {allowed}"
         actual = subject.numpy(outputs[name])
-        assert_close(actual, np.asarray(expected), bound, f"{name} on {subject.namespace}")
-
-
-def _error(naive: Any, exact: Any) -> float:
-    return relative_error(np.array(naive), np.array(exact))
+        assert_close(actual, expected, allowed, name=f"{name} on {subject.namespace}")

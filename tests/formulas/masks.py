@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from mesp_reference.dropout import dropout_multiplier, dropout_words
-from mesp_reference.ragged import segment_and_position
 
 from mesp_core.formulas import Dropout, dropout_key
+from mesp_reference.dropout import dropout_multiplier, dropout_words
+from mesp_reference.ragged import segment_and_position
 from tests.formulas.subjects import Subject
 
 #: Three sequences of 3, 1 and 3 tokens.

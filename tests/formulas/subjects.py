@@ -39,6 +39,21 @@ CELLS: dict[tuple[str, str], str | None] = {
     ("mlx-cpu", "float16"): None,
     ("mlx-cpu", "bfloat16"): None,
 }
+#: Cells that exist but for one component, and why that one cannot.
+WITHOUT: dict[tuple[str, str, str], str] = {
+    ("mlx-cpu", "float64", "rope_tables"): (
+        "MLX's float64 cos and sin have the accuracy of float32; tables are made on the host"
+    ),
+}
+
+
+def cells(component: str = "") -> list[tuple[str, str]]:
+    """The namespaces and dtypes that a component is tested on."""
+    return [
+        cell
+        for cell, reason in CELLS.items()
+        if reason is None and (*cell, component) not in WITHOUT
+    ]
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,7 @@ def test_words_bit_for_bit(namespace: str, masked: bool) -> None:
     stacked = np.stack([subject.numpy(word).astype(np.uint64) for word in made], axis=-1)
     np.testing.assert_array_equal(stacked.reshape(7, 14)[:, :WIDTH], mask.words(WIDTH))
 
-    dropout = replace(
-        mask.dropout(subject), words=words, sequence=counter[0], position=counter[1]
-    )
+    dropout = replace(mask.dropout(subject), words=words, sequence=counter[0], position=counter[1])
     multiplier = dropout_multiplier(dropout, 0, WIDTH, dtype=xp.float32, xp=xp)
     np.testing.assert_array_equal(subject.numpy(multiplier) != 0, mask.multiplier(WIDTH) != 0)
 

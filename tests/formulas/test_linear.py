@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesp_reference import linear as reference
-from mesp_reference.quantization import dequantize, quantize
 
 from mesp_core.formulas import FrozenMatrix, frozen_linear_backward, frozen_linear_forward
 from mesp_core.formulas.frozen_matrix import rows_per_tile, tiled_matmul, tiled_matmul_t
 from mesp_core.formulas.quantization import BITS, GROUPS, unpack
 from mesp_core.host_matrix import HostMatrix, HostRuntime
 from mesp_core.stored_matrix import StoredMatrix
+from mesp_reference import linear as reference
+from mesp_reference.quantization import dequantize, quantize
 from tests.compare import assert_close
 from tests.formulas.agreement import check, draw
 from tests.formulas.naive import round_to
 from tests.formulas.subjects import Subject
-from tests.tolerances import TOLERANCE
+from tests.tolerances import TOLERANCES
 
 N, OUT = 7, 11
 QUANTIZED = [(bits, group) for bits in BITS for group in GROUPS]
@@ -46,9 +46,7 @@ def frozen(
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_frozen_linear(
-    subject: Subject, kind: tuple[int, int] | None, with_bias: bool
-) -> None:
+def test_frozen_linear(subject: Subject, kind: tuple[int, int] | None, with_bias: bool) -> None:
     matrix, weight = frozen(subject, kind)
     assert matrix.shape == weight.shape
     shapes = {"x": (N, weight.shape[1]), "dy": (N, OUT)} | ({"bias": (OUT,)} if with_bias else {})
@@ -83,7 +81,7 @@ def test_tiles_of_a_frozen_matrix(subject: Subject, kind: tuple[int, int] | None
             }
             for what, (actual, expected) in products.items():
                 assert subject.dtype_name(actual) == subject.wide
-                assert_close(subject.numpy(actual), expected, TOLERANCE[subject.wide], what)
+                assert_close(subject.numpy(actual), expected, TOLERANCES[subject.wide], name=what)
 
 
 @pytest.mark.parametrize("kind", [None, (5, 32)], ids=name_of)
@@ -92,7 +90,7 @@ def test_rows_taken(subject: Subject, kind: tuple[int, int] | None) -> None:
     rows = np.array([4, 0, 4, 10, 3], dtype=np.int32)
     taken = matrix.take(subject.array(rows, "int32"))
     assert subject.dtype_name(taken) == subject.wide
-    assert_close(subject.numpy(taken), weight[rows], TOLERANCE[subject.wide], "rows")
+    assert_close(subject.numpy(taken), weight[rows], TOLERANCES[subject.wide], name="rows")
 
 
 @pytest.mark.parametrize("kind", [None, (4, 32)], ids=name_of)
@@ -104,8 +102,8 @@ def test_products_by_tiles_of_rows(subject: Subject, kind: tuple[int, int] | Non
     tools = (subject.xp, subject.loops, 1)
     y = tiled_matmul(matrix, subject.array(x), *tools)
     dx = tiled_matmul_t(matrix, subject.array(dy), *tools)
-    assert_close(subject.numpy(y), x @ weight.T, TOLERANCE[subject.wide], "x Wᵀ")
-    assert_close(subject.numpy(dx), dy @ weight, TOLERANCE[subject.wide], "dy W")
+    assert_close(subject.numpy(y), x @ weight.T, TOLERANCES[subject.wide], name="x Wᵀ")
+    assert_close(subject.numpy(dx), dy @ weight, TOLERANCES[subject.wide], name="dy W")
 
 
 @pytest.mark.parametrize("kind", [None, (2, 32), (8, 64)], ids=name_of)
@@ -144,7 +142,7 @@ def test_host_matrix(namespace: str, kind: tuple[int, int] | None) -> None:
     }
     assert host.shape == matrix.shape
     for what, (actual, expected) in cases.items():
-        assert_close(subject.numpy(actual), expected, TOLERANCE["float32"], what)
+        assert_close(subject.numpy(actual), expected, TOLERANCES["float32"], name=what)
     subject.check_unchanged()
 
 

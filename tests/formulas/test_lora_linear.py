@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from mesp_reference import lora_linear as reference
 
 from mesp_core.formulas import Projection, lora_linear_backward, lora_linear_forward
+from mesp_reference import lora_linear as reference
 from tests.formulas.agreement import check, draw
 from tests.formulas.masks import Mask
 from tests.formulas.subjects import Subject
@@ -76,9 +75,7 @@ def test_without_an_adapter(subject: Subject) -> None:
     options = {"dropout": MASK.dropout(subject), "xp": subject.xp}
     y, saved = lora_linear_forward(subject.array(values["x"]), projection, **options)
     assert saved.h is None
-    dx, gradients = lora_linear_backward(
-        subject.array(values["dy"]), saved, projection, **options
-    )
+    dx, gradients = lora_linear_backward(subject.array(values["dy"]), saved, projection, **options)
     outputs = {"y": y, "dx": dx, "gradients": gradients}
     check(subject, outputs, expected, values, wide=("dx",))
 
@@ -88,18 +85,27 @@ def test_nothing_to_compute(subject: Subject) -> None:
     projection = Projection(subject.dense(values["weight"]))
     _, saved = lora_linear_forward(subject.array(values["x"]), projection, xp=subject.xp)
     dy = subject.array(values["dy"])
-    assert lora_linear_backward(
-        dy, saved, projection, input_gradient=False, xp=subject.xp
-    ) == (None, None)
+    assert lora_linear_backward(dy, saved, projection, input_gradient=False, xp=subject.xp) == (
+        None,
+        None,
+    )
 
 
 def test_parameters_in_the_activations_dtype(subject: Subject) -> None:
     """16-bit factors give the same gradients in the accumulation dtype."""
-    values = draw(10, subject.dtype, x=(N, IN), dy=(N, OUT), weight=(OUT, IN), a=(IN, R), b=(R, OUT))
+    values = draw(
+        10, subject.dtype, x=(N, IN), dy=(N, OUT), weight=(OUT, IN), a=(IN, R), b=(R, OUT)
+    )
 
-    def expected(x: Any, dy: Any, weight: Any, a: Any, b: Any) -> dict[str, np.ndarray]:
+    def expected(x: Any, dy: Any, weight: Any, a: Any, b: Any) -> dict[str, Any]:
         y, saved = reference.lora_linear_forward(x, weight, None, a, b, SCALE)
-        return dict(zip(("y", "dx", "da", "db"), (y, *reference.lora_linear_backward(dy, saved)), strict=True))
+        return dict(
+            zip(
+                ("y", "dx", "da", "db"),
+                (y, *reference.lora_linear_backward(dy, saved)),
+                strict=True,
+            )
+        )
 
     projection = Projection(
         subject.dense(values["weight"]),

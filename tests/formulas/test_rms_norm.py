@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mesp_reference import rms_norm as reference
 
 from mesp_core.formulas import rms_norm_backward, rms_norm_forward
+from mesp_reference import rms_norm as reference
 from tests.formulas.agreement import check, draw
 from tests.formulas.subjects import Subject
 

@@ -1,0 +1,180 @@
+"""The decoder block, forward and backward, against the reference's block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesp_core.block import Block, BlockPlan, block_backward, block_forward
+from mesp_core.formulas import (
+    AttentionPlan,
+    MlpPlan,
+    Projection,
+    first_key_tiles,
+    rope_tables,
+)
+from mesp_core.formulas.loops import arrays_in
+from mesp_reference import block as reference
+from mesp_reference.config import DecoderConfig
+from mesp_reference.decoder import Lora, block_parameters
+from mesp_reference.random_decoder import random_frozen, random_lora
+from mesp_reference.rope import rope_frequencies
+from tests.formulas.agreement import check
+from tests.formulas.masks import POSITION, SEGMENT, Mask
+from tests.formulas.naive import round_to
+from tests.formulas.subjects import Subject
+
+SHORT = ("q", "k", "v", "o", "gate", "up", "down")
+NAMES = dict(zip(SHORT, reference.PROJECTIONS, strict=True))
+SHAPE = {
+    "hidden": 13, "layers": 1, "ffn": 22, "heads": 6, "kv_heads": 2, "head_dim": 8, "vocab": 5,
+    "eps": 1e-5,
+}  # fmt: skip
+N, D, R = len(SEGMENT), SHAPE["hidden"], 3
+QUERY_TILE, KEY_TILE = 3, 2
+LORA = Lora(scale=0.7, dropout=0.5, seed=2**40 + 17, step=5)
+LAYER = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    config: DecoderConfig
+    biases: bool = False
+    dropout: bool = False
+    targets: tuple[str, ...] = reference.PROJECTIONS
+
+
+CASES = {
+    "llama": Case(DecoderConfig(**SHAPE)),
+    "qwen2": Case(DecoderConfig(**SHAPE), biases=True),
+    "qwen3": Case(DecoderConfig(**SHAPE, qk_norm=True)),
+    "mistral": Case(DecoderConfig(**SHAPE, window=2)),
+    "dropout": Case(DecoderConfig(**SHAPE, qk_norm=True), biases=True, dropout=True),
+    "gemma_like": Case(
+        DecoderConfig(
+            **SHAPE,
+            activation="gelu_tanh",
+            norm_plus_one=True,
+            qk_norm=True,
+            softcap=1.5,
+            interleaved=True,
+            partial_rotary=0.5,
+        )
+    ),
+    "attention_only": Case(DecoderConfig(**SHAPE), targets=(NAMES["q"], NAMES["v"])),
+    "mlp_only": Case(DecoderConfig(**SHAPE), dropout=True, targets=(NAMES["down"],)),
+}
+
+
+@pytest.mark.parametrize("input_gradient", [True, False], ids=["dx", "no_dx"])
+@pytest.mark.parametrize("name", CASES)
+def test_block(subject: Subject, name: str, input_gradient: bool) -> None:
+    case = CASES[name]
+    generator = np.random.default_rng(20)
+    tensors = random_frozen(case.config, generator, biases=case.biases)
+    tensors |= random_lora(case.config, R, generator, case.targets)
+    tensors |= {key: generator.standard_normal((N, D)) for key in ("x", "dout")}
+    values = {
+        key: round_to(value, subject.dtype)
+        for key, value in tensors.items()
+        if key in ("x", "dout") or f"layers.{LAYER}." in key
+    }
+    lora = LORA if case.dropout else Lora(LORA.scale)
+
+    def expected(**inputs: Any) -> dict[str, Any]:
+        tensors = {key: value for key, value in inputs.items() if key not in ("x", "dout")}
+        parameters = block_parameters(LAYER, tensors, tensors, case.config, lora, SEGMENT, POSITION)
+        out, saved = reference.block_forward(
+            inputs["x"], parameters, case.config, SEGMENT, POSITION
+        )
+        dx, gradients = reference.block_backward(inputs["dout"], saved)
+        return {"out": out, "dx": dx if input_gradient else None, **gradients}
+
+    backend = SimpleNamespace(xp=subject.xp, stage=stage_of(subject))
+    options = {"ops": subject.operations, "backend": backend}
+    block, plan = _block(subject, case, values), _plan(subject, case)
+    x = subject.array(values["x"])
+    out = block_forward(x, block, plan, **options)
+    dx, gradients = block_backward(
+        subject.array(values["dout"]), x, block, plan, input_gradient=input_gradient, **options
+    )
+    assert gradients.keys() == set(SHORT)
+    outputs = {"out": out, "dx": dx}
+    for short, pair in gradients.items():
+        assert (pair is not None) == (NAMES[short] in case.targets)
+        if pair is not None:
+            outputs |= {f"{NAMES[short]}.lora_a": pair.da, f"{NAMES[short]}.lora_b": pair.db}
+    wide = [key for key in outputs if key not in ("out", "dx")]
+    check(subject, outputs, expected, values, wide=wide, through_narrow=True)
+
+
+def stage_of(subject: Subject) -> Any:
+    if not subject.namespace.startswith("mlx"):
+        return lambda *trees: arrays_in(trees)
+    from mesp_mlx.loops import evaluate
+
+    return evaluate
+
+
+def _block(subject: Subject, case: Case, values: dict[str, np.ndarray]) -> Block:
+    prefix = f"model.layers.{LAYER}."
+
+    def vector(key: str) -> Any:
+        value = values.get(prefix + key)
+        return None if value is None else subject.array(value, subject.wide)
+
+    projections = {
+        short: Projection(
+            subject.dense(values[f"{prefix}{name}.weight"]),
+            vector(f"{name}.bias"),
+            vector(f"{name}.lora_a"),
+            vector(f"{name}.lora_b"),
+            LORA.scale,
+        )
+        for short, name in NAMES.items()
+    }
+    return Block(
+        input_norm=vector("input_layernorm.weight"),
+        post_norm=vector("post_attention_layernorm.weight"),
+        q_norm=vector("self_attn.q_norm.weight"),
+        k_norm=vector("self_attn.k_norm.weight"),
+        **projections,
+    )
+
+
+def _plan(subject: Subject, case: Case) -> BlockPlan:
+    config = case.config
+    inv_freq, factor = rope_frequencies(
+        config.head_dim, config.rope_theta, config.rope_scaling, config.partial_rotary
+    )
+    cos, sin = rope_tables(POSITION.astype(np.float64), inv_freq, factor, xp=np)
+    drops = [
+        Mask(number, LORA.dropout, LORA.seed, LORA.step, LAYER).dropout(subject)
+        if case.dropout
+        else None
+        for number in range(7)
+    ]
+    return BlockPlan(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        eps=config.eps,
+        norm_plus_one=config.norm_plus_one,
+        interleaved=config.interleaved,
+        cos=subject.array(cos, subject.wide),
+        sin=subject.array(sin, subject.wide),
+        attention=AttentionPlan(
+            segment=subject.array(SEGMENT.astype(np.int32), "int32"),
+            first_key_tile=first_key_tiles(SEGMENT.tolist(), QUERY_TILE, KEY_TILE, config.window),
+            scale=config.head_dim**-0.5,
+            window=config.window,
+            softcap=config.softcap,
+            query_tile=QUERY_TILE,
+            key_tile=KEY_TILE,
+        ),
+        mlp=MlpPlan(config.activation, 8, 3, (drops[4], drops[5], drops[6])),
+        dropouts=(drops[0], drops[1], drops[2], drops[3]),
+    )

@@ -1,0 +1,51 @@
+"""The matrix of namespaces and dtypes has no hole: each cell is tested or says why it cannot be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.formulas.naive import round_to, rounded
+from tests.formulas.subjects import CELLS, DTYPES, WITHOUT, Subject, cells
+
+NAMESPACES = ("numpy", "strict", "mlx", "mlx-cpu")
+
+
+def test_every_cell_is_declared() -> None:
+    assert set(CELLS) == {(namespace, dtype) for namespace in NAMESPACES for dtype in DTYPES}
+    assert all(reason is None or len(reason) > 10 for reason in CELLS.values())
+    assert all(CELLS[cell[:2]] is None for cell in WITHOUT)
+    assert len(cells()) == 12 and len(cells("rope_tables")) == 11
+
+
+def test_a_subject_makes_its_dtype_and_notices_a_change(subject: Subject) -> None:
+    values = round_to(np.linspace(-1.0, 1.0, 6).reshape(2, 3), subject.dtype)
+    array = subject.array(values)
+    assert subject.dtype_name(array) == subject.dtype
+    np.testing.assert_array_equal(subject.numpy(array), values)
+    other = Subject(subject.namespace, subject.dtype)
+    changed = subject.library.put_in(values, subject.dtype)
+    other.keep(changed)
+    if isinstance(changed, np.ndarray):
+        with pytest.raises(ValueError, match="read-only"):
+            changed[0, 0] = 3.0
+        return
+    changed[0, 0] = 3.0
+    with pytest.raises(AssertionError):
+        other.check_unchanged()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_naive_computation_rounds_every_result(dtype: str) -> None:
+    """Each operation's result is one of the dtype, and sums of rounded terms differ from the
+    rounded sum in the narrow ones."""
+    generator = np.random.default_rng(1)
+    a, b = (rounded(generator.standard_normal((5, 7)), dtype) for _ in range(2))
+    results = [a + b, a @ b.T, np.einsum("ij,kj->ik", a, b), np.exp(a).sum(axis=1), np.mean(a)]
+    results += [np.where(a > 0, a, b), a[1:, ::2] * 3.0, np.max(a, axis=1, keepdims=True)]
+    for result in results:
+        plain = np.asarray(result).view(np.ndarray)
+        np.testing.assert_array_equal(plain, round_to(plain, dtype))
+    chained = np.asarray((a * b) * a)
+    direct = np.asarray(a) * np.asarray(b) * np.asarray(a)
+    assert (chained != direct).any() == (dtype != "float64")

@@ -1,0 +1,139 @@
+"""Both ends of the decoder against the reference: embedding and linear cross-entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesp_core.formulas import (
+    embedding_backward,
+    embedding_forward,
+    linear_cross_entropy_backward,
+    linear_cross_entropy_forward,
+)
+from mesp_reference import cross_entropy as reference_loss
+from mesp_reference import embedding as reference_embedding
+from mesp_reference.quantization import dequantize, quantize
+from tests.formulas.agreement import check, draw
+from tests.formulas.naive import round_to
+from tests.formulas.subjects import Subject
+
+N, V, D = 9, 37, 11
+TOKENS = np.array([3, 36, 0, 3, 17, 3, 36, 5, 1])
+TARGETS = np.array([36, 0, 7, 7, 31, 32, 8, 16, 24])
+
+
+@pytest.mark.parametrize("tile", [8, 37, 64])
+def test_embedding(subject: Subject, tile: int) -> None:
+    values = draw(16, subject.dtype, table=(V, D), dout=(N, D))
+
+    def expected(table: Any, dout: Any) -> dict[str, Any]:
+        out, saved = reference_embedding.embedding_forward(TOKENS, table)
+        return {"out": out, "dtable": reference_embedding.embedding_backward(dout, saved)}
+
+    tokens = subject.array(TOKENS, "int32")
+    dtype = subject.native_dtype(subject.dtype)
+    out, saved = embedding_forward(
+        tokens, subject.dense(values["table"]), dtype=dtype, xp=subject.xp
+    )
+    assert saved is None
+    dtable = embedding_backward(
+        subject.array(values["dout"]), saved, tokens, V, tile=tile, loops=subject.loops,
+        xp=subject.xp,
+    )  # fmt: skip
+    check(subject, {"out": out, "dtable": dtable}, expected, values, wide=("dtable",))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["dense", "quantised"])
+@pytest.mark.parametrize("gradient", [True, False], ids=["gradient", "loss_only"])
+@pytest.mark.parametrize(("vocabulary_tile", "token_tile"), [(8, 4), (5, 9), (64, 64), (12, 1)])
+def test_linear_cross_entropy(
+    subject: Subject, quantized: bool, gradient: bool, vocabulary_tile: int, token_tile: int
+) -> None:
+    """The vocabulary is not a multiple of its tile; targets lie in the first, the last and a
+    short tile; some weights are zero."""
+    values, weight = _case(subject, quantized)
+
+    def expected(x: Any, weight: Any, weights: Any) -> dict[str, Any]:
+        loss, saved = reference_loss.linear_cross_entropy_forward(x, weight, TARGETS, weights, 3.3)
+        dx, _ = reference_loss.linear_cross_entropy_backward(0.6, saved)
+        return {"loss": np.array(loss), "dx": dx if gradient else None}
+
+    loss, saved = linear_cross_entropy_forward(
+        subject.array(values["x"]),
+        weight,
+        subject.array(TARGETS, "int32"),
+        subject.array(values["weights"], subject.wide),
+        normalizer=3.3,
+        gradient=gradient,
+        vocabulary_tile=vocabulary_tile,
+        token_tile=token_tile,
+        loops=subject.loops,
+        xp=subject.xp,
+    )
+    subject.keep(saved)
+    assert loss.shape == ()
+    dx = linear_cross_entropy_backward(0.6, saved) if gradient else saved.dx
+    check(subject, {"loss": loss, "dx": dx}, expected, values, wide=("loss",))
+    if gradient:
+        masked = np.flatnonzero(values["weights"] == 0.0)
+        assert len(masked) == 2
+        assert not subject.numpy(dx)[masked].any()
+    else:
+        with pytest.raises(ValueError, match="gradient=False"):
+            linear_cross_entropy_backward(0.6, saved)
+
+
+def _case(subject: Subject, quantized: bool) -> tuple[dict[str, np.ndarray], Any]:
+    weights = np.array([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, 0.25, 1.0, 1.5])
+    width = 32 if quantized else D
+    values = draw(17, subject.dtype, x=(N, width), weight=(V, width)) | {"weights": weights}
+    if not quantized:
+        return values, subject.dense(values["weight"])
+    packed, scales, biases = quantize(values["weight"], 32, 4)
+    scales, biases = (round_to(part, subject.dtype) for part in (scales, biases))
+    values["weight"] = dequantize(packed, scales, biases, 32, 4)
+    return values, subject.quantized(packed, scales, biases, 4, 32)
+
+
+def test_every_target_masked(subject: Subject) -> None:
+    """Loss 0 and a gradient of zeros, with the normalizer 1 that an empty batch gets."""
+    values = draw(18, subject.dtype, x=(N, D), weight=(V, D))
+    loss, saved = linear_cross_entropy_forward(
+        subject.array(values["x"]),
+        subject.dense(values["weight"]),
+        subject.array(TARGETS, "int32"),
+        subject.array(np.zeros(N), subject.wide),
+        normalizer=1.0,
+        vocabulary_tile=8,
+        token_tile=4,
+        loops=subject.loops,
+        xp=subject.xp,
+    )
+    assert float(loss) == 0.0
+    assert not subject.numpy(linear_cross_entropy_backward(1.0, saved)).any()
+
+
+def test_far_apart_logits(subject: Subject) -> None:
+    """Logits of ± hundreds, whose exponentials overflow every dtype but float64."""
+    values = draw(19, subject.dtype, x=(N, D), weight=(V, D))
+    values["x"] = values["x"] * 32.0
+
+    def expected(x: Any, weight: Any) -> dict[str, Any]:
+        loss, _ = reference_loss.linear_cross_entropy_forward(x, weight, TARGETS, np.ones(N))
+        return {"loss": np.array(loss)}
+
+    loss, _ = linear_cross_entropy_forward(
+        subject.array(values["x"]),
+        subject.dense(values["weight"]),
+        subject.array(TARGETS, "int32"),
+        subject.array(np.ones(N), subject.wide),
+        normalizer=float(N),
+        vocabulary_tile=8,
+        token_tile=4,
+        loops=subject.loops,
+        xp=subject.xp,
+    )
+    check(subject, {"loss": loss}, expected, values, wide=("loss",))
