@@ -80,7 +80,7 @@ def library(namespace: str) -> Library:
             np.asarray,
             lambda a: np.asarray(a).dtype.name,
         )
-    from mesp_mlx.backend import MlxBackend
+    from mesp_mlx.mlx_backend import MlxBackend
 
     backend = MlxBackend.on("cpu")
     conversions = (backend.from_numpy, backend.to_numpy, backend.dtype_name)
