@@ -1,30 +1,54 @@
-"""Comparison of tensors: one relative error a tensor, and no way to pass by accident."""
+"""How results are compared: one relative error for a whole tensor, and no silent way to pass."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 
 
-def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; infinite where anything is not finite, or
-    where expected is all zero and actual is not. Raises AssertionError for unequal shapes."""
-    assert actual.shape == expected.shape, f"shapes differ: {actual.shape} and {expected.shape}"
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    difference = float(np.linalg.norm(actual - expected))
-    size = float(np.linalg.norm(expected))
-    if not (math.isfinite(difference) and math.isfinite(size)):
-        return math.inf
-    if size == 0.0:
-        return 0.0 if difference == 0.0 else math.inf
-    return difference / size
+def relative_error(actual: Any, reference: Any) -> float:
+    """‖actual − reference‖ / ‖reference‖ in float64; ‖actual‖ where the reference is all zero.
+
+    Raises AssertionError for a shape that differs (nothing is broadcast) or a value that is not
+    finite on either side.
+    """
+    given, true = _float64(actual, "actual"), _float64(reference, "reference")
+    assert given.shape == true.shape, f"shape {given.shape}, reference {true.shape}"
+    size = float(np.linalg.norm(true.ravel()))
+    return float(np.linalg.norm((given - true).ravel())) / (size or 1.0)
 
 
 def assert_close(
-    actual: np.ndarray, expected: np.ndarray, bound: float, what: str = "tensor"
+    actual: Any,
+    reference: Any,
+    bound: float,
+    *,
+    dtype: str | None = None,
+    backend: Any = None,
+    name: str = "array",
 ) -> None:
-    """Raises AssertionError unless the relative error is at most ``bound``, naming ``what``."""
-    assert math.isfinite(bound), f"{what}: a bound of {bound} would let everything pass"
-    error = relative_error(actual, expected)
-    assert error <= bound, f"{what}: relative error {error:.3g} exceeds {bound:.3g}"
+    """Raises AssertionError unless the relative error is at most ``bound``.
+
+    dtype: the dtype ``actual`` must have, by name. backend: the backend whose array ``actual`` is;
+    None for NumPy arrays and numbers. The shapes must be equal, and every value and the bound
+    finite.
+    """
+    assert np.isfinite(bound), f"{name}: a bound of {bound} would let everything pass"
+    if dtype is not None:
+        found = np.asarray(actual).dtype.name if backend is None else backend.dtype_name(actual)
+        assert found == dtype, f"{name}: dtype {found}, not {dtype}"
+    values = actual if backend is None else backend.to_numpy(actual)
+    try:
+        error = relative_error(values, reference)
+    except AssertionError as problem:
+        raise AssertionError(f"{name}: {problem}") from None
+    assert error <= bound, f"{name}: relative error {error:.3e} exceeds {bound:.3e}"
+
+
+def _float64(values: Any, side: str) -> np.ndarray:
+    array = np.asarray(values)
+    assert array.dtype.kind in "fiu", f"{side} is of dtype {array.dtype}, not real numbers"
+    array = array.astype(np.float64)
+    assert np.isfinite(array).all(), f"{side} has values that are not finite"
+    return array
