@@ -74,7 +74,7 @@ class HostMatrix:
     def take(self, rows: Array) -> Array:
         indices = np.asarray(rows)
         array, view = self.runtime.new_buffer((len(indices), self.shape[1]), self.dtype)
-        view[...] = self.stored.take(indices)
+        view[...] = self.stored.take(indices, self.dtype)
         return array
 
     def _large(self) -> bool:

@@ -125,8 +125,8 @@ class StoredMatrix:
                 chunk._dequantize(out[lo : lo + step])
         return out
 
-    def take(self, indices: np.ndarray) -> np.ndarray:
-        """The rows at ``indices`` [n], dense: float32 [n, in]; no other row is touched.
+    def take(self, indices: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+        """The rows at ``indices`` [n], dense: [n, in] in float32 or float64; no other is touched.
 
         Raises MespError for an index outside the matrix.
         """
@@ -135,7 +135,7 @@ class StoredMatrix:
             bad = indices[(indices < 0) | (indices >= self.shape[0])][0]
             raise MespError(f"row {bad} does not exist in a matrix of {self.shape[0]} rows")
         stored = indices if self.row_order is None else self.row_order[indices]
-        return replace(self, row_order=stored.astype(np.intp)).decode()
+        return replace(self, row_order=stored.astype(np.intp)).decode(dtype=dtype)
 
     def release(self) -> None:
         """Give mapped pages back; they are read from the file again if they are needed again."""
