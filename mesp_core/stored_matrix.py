@@ -12,8 +12,8 @@ from mesp_core.errors import MespError
 
 BITS = (2, 3, 4, 5, 6, 8)
 
-#: Weights decoded at a time: the few temporaries of a chunk then stay in a core's own cache.
-CHUNK_WEIGHTS = 1 << 17
+#: Weights decoded at a time: bounds the temporaries. Smaller chunks are slower, whatever the cache.
+CHUNK_WEIGHTS = 1 << 18
 
 _NAMES = {"float64": "float64", "float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 
@@ -235,6 +235,9 @@ def _check_float(array: np.ndarray, what: str) -> None:
 def _widen(stored: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Stored floats (uint16 is bfloat16) into ``out`` of the same shape."""
     if stored.dtype == np.uint16:
+        if out.dtype == np.float32:
+            np.left_shift(stored, 16, out=out.view(np.uint32), dtype=np.uint32)
+            return out
         stored = np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
     np.copyto(out, stored)
     return out

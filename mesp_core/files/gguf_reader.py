@@ -144,7 +144,7 @@ class _Cursor:
     def __init__(self, file: MappedFile) -> None:
         self.path: Path = file.path
         self.position = 0
-        self._buffer = memoryview(file.bytes)
+        self._buffer = file.bytes.data
         self._size = file.size
 
     def number(self, code: str) -> int:

@@ -52,10 +52,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or pre not in _STYLES:
+    if model != "gpt2" or not isinstance(pre, str) or pre not in _STYLES:
         raise UnsupportedError(
-            f"{path}: tokenizer {model!r} with word splitting {pre!r} is not supported (known: gpt2 "
-            f"with {', '.join(_STYLES)}); use the Hugging Face folder of the model"
+            f"{path}: tokenizer {model!r} with word splitting {pre!r} is not supported (known: gpt2"
+            f" with {', '.join(_STYLES)}); use the Hugging Face folder of the model"
         )
     style = _STYLES[pre]
     tokens = _strings(metadata, "tokens", path)
@@ -80,7 +80,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         raise MespError(f"{path} is damaged: a token occurs twice")
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(description))
-    except Exception as error:  # noqa: BLE001 - the library raises no narrower one
+    except Exception as error:  # the library raises no narrower one
         raise MespError(f"{path} has a damaged tokenizer: {error}") from None
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(

@@ -81,7 +81,7 @@ def tokenizer_from_folder(folder: Path, model_config: Mapping[str, Any]) -> Toke
     check_regular(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises no narrower one
+    except Exception as error:  # the library raises no narrower one
         raise MespError(f"{path} is not a valid tokenizer: {error}") from None
     # What a file asks for here would silently shorten or lengthen every text.
     backend.no_truncation()
@@ -106,8 +106,9 @@ def _token_text(value: Any) -> str | None:
 def _token_at(backend: tokenizers.Tokenizer, index: Any) -> str | None:
     if isinstance(index, list) and index:
         index = index[0]
-    valid = isinstance(index, int) and 0 <= index < 2**32
-    return backend.id_to_token(index) if valid else None
+    if not isinstance(index, int) or not 0 <= index < 2**32:
+        return None
+    return backend.id_to_token(index)
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
