@@ -6,6 +6,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+
+from mesp_core.stored_matrix import StoredMatrix
+
+
+def load_native(stored: StoredMatrix) -> NativeDense | NativeQuantized:
+    """The stored form as MLX arrays, rows in logical order; quantised weights stay quantised."""
+    if stored.quantized:
+        words, scales, biases = stored.packed()
+        arrays = (mx.array(words), _floats(scales), _floats(biases))
+        return NativeQuantized(*arrays, stored.bits, stored.group)
+    values = stored.resident(np.empty).values
+    assert values is not None
+    return NativeDense(_floats(values))
+
+
+@dataclass(frozen=True)
+class NativeStreamed:
+    """A matrix in a mapped file: a product reads all of it, a tile its bytes, ``take`` its rows.
+
+    What was read lives as long as the product or the tile.
+    """
+
+    stored: StoredMatrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape
+
+    def matmul(self, x: mx.array) -> mx.array:
+        return load_native(self.stored).matmul(x)
+
+    def matmul_t(self, dy: mx.array) -> mx.array:
+        return load_native(self.stored).matmul_t(dy)
+
+    def tile(self, i: int, size: int, axis: int) -> NativeDense | NativeQuantized:
+        lo, hi = i * size, min((i + 1) * size, self.shape[axis])
+        cut = self.stored.rows(lo, hi) if axis == 0 else self.stored.columns(lo, hi)
+        return load_native(cut)
+
+    def take(self, rows: mx.array) -> mx.array:
+        return mx.array(self.stored.take(np.array(rows)))
 
 
 @dataclass(frozen=True)
@@ -33,9 +75,10 @@ class NativeDense:
 
 @dataclass(frozen=True)
 class NativeQuantized:
-    """words: uint32 [out, in · bits / 32]; scales, biases: [out, in / group].
+    """words: uint32 [out, in · bits / 32]; scales, biases: [out, in / group] as stored.
 
-    ``mx.quantized_matmul`` reads the packed words; a dense copy is never made.
+    ``mx.quantized_matmul`` reads the packed words; a dense copy is never made. Where input and
+    scales differ in dtype the product is in float32, so that no scale is rounded.
     """
 
     words: mx.array
@@ -55,11 +98,13 @@ class NativeQuantized:
         return self._product(dy, transpose=False)
 
     def _product(self, x: mx.array, *, transpose: bool) -> mx.array:
+        same = x.dtype == self.scales.dtype == self.biases.dtype
+        dtype = x.dtype if same else mx.float32
         return mx.quantized_matmul(
-            x,
+            x.astype(dtype),
             self.words,
-            self.scales.astype(x.dtype),
-            self.biases.astype(x.dtype),
+            self.scales.astype(dtype),
+            self.biases.astype(dtype),
             transpose=transpose,
             group_size=self.group,
             bits=self.bits,
@@ -87,3 +132,9 @@ class NativeQuantized:
 def _cut(a: mx.array, i: int, size: int, axis: int) -> mx.array:
     lo = i * size
     return a[lo : lo + size] if axis == 0 else a[:, lo : lo + size]
+
+
+def _floats(values: np.ndarray) -> mx.array:
+    """Stored floats as an MLX array of the same dtype; uint16 holds bfloat16."""
+    array = mx.array(values)
+    return array.view(mx.bfloat16) if values.dtype == np.uint16 else array

@@ -28,7 +28,7 @@ import mlx.core as mx
 from mesp_mlx import fast
 from mesp_mlx.activations import compiled_activations, host_activations
 from mesp_mlx.loops import CpuLoops, evaluate
-from mesp_mlx.matrices import NativeDense, NativeQuantized
+from mesp_mlx.matrices import NativeStreamed, load_native
 from mesp_mlx.namespace import CpuNamespace, MlxNamespace, new_buffer
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint32", "uint16")
@@ -130,24 +130,10 @@ class MlxBackend(Backend):
 
     def frozen(self, stored: StoredMatrix, dtype: str, residency: str) -> FrozenMatrix:
         if self.native:
-            return self._native(stored)
+            return NativeStreamed(stored) if residency == "streamed" else load_native(stored)
         if residency == "resident":
             stored = stored.resident(lambda shape, kind: self._new_buffer(shape, kind)[1])
         return HostMatrix(stored, np.float64 if dtype == "float64" else np.float32, self._runtime)
-
-    def _native(self, stored: StoredMatrix) -> FrozenMatrix:
-        """The stored form as MLX arrays: read now, freed with the matrix."""
-        if not stored.quantized:
-            return NativeDense(self._rows(stored))
-        words, scales, biases = stored.packed()
-        return NativeQuantized(
-            mx.array(words), _floats(scales), _floats(biases), stored.bits, stored.group
-        )
-
-    def _rows(self, stored: StoredMatrix) -> mx.array:
-        logical = stored.resident(np.empty)
-        assert logical.values is not None
-        return _floats(logical.values)
 
     def memory(self) -> MemoryReport:
         return MemoryReport(mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory())
@@ -169,9 +155,3 @@ class MlxBackend(Backend):
 
     def versions(self) -> dict[str, str]:
         return {"mlx": mx.__version__, "numpy": np.__version__, "blas": self.blas.name}
-
-
-def _floats(values: np.ndarray) -> mx.array:
-    """Stored floats as an MLX array of the same dtype; uint16 holds bfloat16."""
-    array = mx.array(values)
-    return array.view(mx.bfloat16) if values.dtype == np.uint16 else array
