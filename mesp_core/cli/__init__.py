@@ -1,0 +1,1 @@
+"""The command line: ``mesp finetune``, ``generate``, ``export-base`` and ``info``."""

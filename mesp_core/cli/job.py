@@ -1,0 +1,92 @@
+"""What a fine-tuning run works on: the model, the text and the adapter it starts from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesp_core.batch import Batch
+from mesp_core.cli.resume import assign, last_number, merged, saved_adapter
+from mesp_core.data import Batches, Corpus, load_corpus
+from mesp_core.errors import MespError
+from mesp_core.files.tokenizer import Tokenizer
+from mesp_core.lora import LoraConfig
+from mesp_core.model import Model, load_model
+
+_PROMPT_TOKENS = 12
+
+
+@dataclass
+class Job:
+    """Everything that a run has opened."""
+
+    options: argparse.Namespace
+    folder: Path
+    model: Model
+    tokenizer: Tokenizer
+    corpus: Corpus
+    start: int
+
+    @property
+    def validation(self) -> list[Batch]:
+        return self._fixed(self.corpus.valid, self.options.val_batches)
+
+    @property
+    def test(self) -> list[Batch]:
+        return self._fixed(self.corpus.test, self.options.test_batches)
+
+    def _fixed(self, rows: list[list[int]], count: int) -> list[Batch]:
+        return Batches(rows, self.options.batch_size).fixed(count) if rows else []
+
+    @property
+    def prompt(self) -> str:
+        """The first words of text that is not trained on, where there is any."""
+        row = (self.corpus.valid or self.corpus.train)[0]
+        return self.tokenizer.decode(row[:_PROMPT_TOKENS], skip_special_tokens=True)
+
+
+def open_job(options: argparse.Namespace, folder: Path) -> Job:
+    if options.resume_adapter_file is None:
+        model, start = open_model(options, LoraConfig(**_asked(options))), 0
+    else:
+        path = Path(options.resume_adapter_file)
+        saved, tensors = saved_adapter(path)
+        model = open_model(options, merged(saved, _asked(options)))
+        assign(model, tensors, path)
+        start = last_number([folder, path if path.is_dir() else path.parent])
+        print(f"Starting from {path}: its weights, a new optimizer.")
+    tokenizer = model.checkpoint.tokenizer()
+    corpus = load_corpus(options.data, tokenizer, options.max_seq_length)
+    if options.test and not corpus.test:
+        raise MespError(f"--test needs a test set: no records in {options.data}/test.jsonl")
+    for note in corpus.notes:
+        print(f"mesp: warning: {note}", file=sys.stderr)
+    return Job(options, folder, model, tokenizer, corpus, start)
+
+
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of LoraConfig that were asked for."""
+    names = {"target_modules": "targets", "lora_dtype": "dtype"}
+    asked: dict[str, Any] = {names.get(key) or key: value for key, value in options.lora.items()}
+    if "targets" in asked:
+        asked["targets"] = tuple(name for part in asked["targets"] for name in part.split(","))
+    if options.num_layers > 0:
+        asked["layers"] = options.num_layers
+    return asked
+
+
+def open_model(
+    options: argparse.Namespace, lora: LoraConfig | None, adapter: str | None = None
+) -> Model:
+    return load_model(
+        options.model,
+        backend=options.backend,
+        lora=lora,
+        adapter=adapter,
+        dtype=options.dtype,
+        residency=options.residency,
+        seed=options.seed,
+    )
