@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("cupy", "jax", "jaxlib", "mlx", "tensorflow", "torch")
 
 #: Distributions whose import name is not their own name.
-IMPORT_NAMES = {"array-api-compat": "array_api_compat"}
+IMPORT_NAMES = {"array-api-compat": "array_api_compat", "pyyaml": "yaml"}
 
 
 def imported_names(source: str) -> set[str]:
