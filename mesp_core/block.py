@@ -69,11 +69,14 @@ class _Heads:
 def block_forward(
     x: Array, block: Block, plan: BlockPlan, *, ops: Operations, backend: Any
 ) -> Array:
-    """x_mid = x + o(attention(q, k, v)); out = x_mid + mlp(norm(x_mid)). x: [N, D]; out: [N, D].
+    """x_mid = x + o(attention(q, k, v)); out = x_mid + mlp(norm(x_mid)).
 
-    Nothing is kept: the caller holds x, and the backward pass recomputes from it.
+    x: [N, D]; out: [N, D] in the dtype of x. In between everything is float32 or wider, so a
+    16-bit model rounds once a block. Nothing is kept: the caller holds x, and the backward pass
+    recomputes from it.
     """
-    xp, stage = backend.xp, backend.stage
+    xp, stage, dtype = backend.xp, backend.stage, x.dtype
+    x = wide(x, xp)
     heads = _heads(x, block, plan, ops, backend)
     o, _ = ops.attention.forward(heads.q, heads.k, heads.v, plan=plan.attention)
     stage(o)
@@ -85,7 +88,7 @@ def block_forward(
         x_mid, block.post_norm, eps=plan.eps, plus_one=plan.norm_plus_one
     )
     y, _ = ops.gated_mlp.forward(normed, block.gate, block.up, block.down, plan=plan.mlp)
-    out = x_mid + y
+    out = cast(x_mid + y, dtype, xp)
     stage(out)
     return out
 
@@ -102,11 +105,13 @@ def block_backward(
 ) -> tuple[Array | None, dict[str, LoraGradients | None]]:
     """The gradients of one block from its input alone.
 
-    dout, x: [N, D]. Returns (dx, gradients): dx [N, D] in the dtype of x, or None without
-    ``input_gradient`` (nothing trained lies below); gradients by projection: q, k, v, o, gate,
-    up, down. ``down`` and everything after it is never recomputed.
+    dout: [N, D] in the accumulation dtype; x: [N, D]. Returns (dx, gradients): dx [N, D] in the
+    accumulation dtype, or None without ``input_gradient`` (nothing trained lies below);
+    gradients by projection: q, k, v, o, gate, up, down. ``down`` and everything after it is never
+    recomputed.
     """
     xp, stage = backend.xp, backend.stage
+    x = wide(x, xp)
     heads = _heads(x, block, plan, ops, backend)
     o, attention = ops.attention.forward(heads.q, heads.k, heads.v, plan=plan.attention)
     stage(o, attention.lse)
@@ -120,7 +125,7 @@ def block_backward(
     flat = xp.reshape(o, (o.shape[0], -1))
     saved = LoraLinearSaved(flat)
     do, gradients["o"] = ops.lora_linear.backward(dx_mid, saved, block.o, dropout=plan.dropouts[3])
-    do = xp.reshape(cast(do, x.dtype, xp), o.shape)
+    do = xp.reshape(do, o.shape)
     stage(do)
     dq, dk, dv = ops.attention.backward(
         do, attention, heads.q, heads.k, heads.v, o, plan=plan.attention
@@ -237,6 +242,6 @@ def _inputs_backward(
     if not input_gradient:
         return None
     dx, _ = ops.rms_norm.backward(dnormed, norm, block.input_norm, plus_one=plan.norm_plus_one)
-    dx = cast(wide(dx_mid, xp) + wide(dx, xp), x.dtype, xp)
+    dx = dx_mid + dx
     stage(dx)
     return dx

@@ -14,7 +14,7 @@ from mesp_core.formulas.attention import AttentionPlan, first_key_tiles
 from mesp_core.formulas.dropout import Dropout, dropout_key
 from mesp_core.formulas.frozen_matrix import rows_per_tile
 from mesp_core.formulas.gated_mlp import MlpPlan
-from mesp_core.formulas.precision import cast
+from mesp_core.formulas.precision import cast, wide
 from mesp_core.formulas.rope import rope_frequencies, rope_tables
 from mesp_core.model import Model
 
@@ -33,10 +33,9 @@ class Pass:
         self.batch = batch
         self.backend = model.backend
         self.ops = model.backend.ops
-        wide = "float64" if model.dtype == "float64" else "float32"
         self.segment = self.backend.from_numpy(batch.segment, "int32")
         self.cos, self.sin = (
-            self.backend.from_numpy(table, wide) for table in _tables(model.config, batch)
+            self.backend.from_numpy(table, model.wide_dtype) for table in _tables(model.config, batch)
         )
         self._attention = {window: self._plan(window) for window in set(model.config.windows)}
         lora = model.lora
@@ -113,9 +112,13 @@ class Pass:
         return out
 
     def final_norm(self, x: Array) -> tuple[Array, Any]:
+        """The last norm, in the accumulation dtype: (normed, saved)."""
         config = self.model.config
         return self.ops.rms_norm.forward(
-            x, self.model.final_norm, eps=config.eps, plus_one=config.norm_plus_one
+            wide(x, self.backend.xp),
+            self.model.final_norm,
+            eps=config.eps,
+            plus_one=config.norm_plus_one,
         )
 
     def hidden(self) -> Array:
@@ -128,12 +131,11 @@ class Pass:
     def loss(self, normed: Array, *, normalizer: float, gradient: bool) -> tuple[Array, Any]:
         """Weighted cross-entropy of the head, with the hidden gradient when asked for."""
         tiles, batch = self.backend.tiles, self.batch
-        wide = "float64" if self.model.dtype == "float64" else "float32"
         result = self.ops.linear_cross_entropy.forward(
             normed,
             self.model.head,
             self.backend.from_numpy(batch.targets, "int32"),
-            self.backend.from_numpy(batch.weights, wide),
+            self.backend.from_numpy(batch.weights, self.model.wide_dtype),
             normalizer=normalizer,
             gradient=gradient,
             vocabulary_tile=rows_per_tile(self.model.config.hidden, tiles.weights),

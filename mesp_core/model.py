@@ -54,7 +54,6 @@ class Model:
         self._open()
 
     def _open(self) -> None:
-        wide = "float64" if self.dtype == "float64" else "float32"
         for name, shape in expected_shapes(self.config).items():
             if len(shape) == 2:
                 self._stored[name] = self.checkpoint.matrix(name)
@@ -64,9 +63,14 @@ class Model:
             vector = self.checkpoint.vector(name)
             if not np.isfinite(vector).all():
                 raise NonFiniteError(f"weight {name} of {self.checkpoint.path} is NaN or infinite")
-            self._vectors[name] = self.backend.from_numpy(vector, wide)
+            self._vectors[name] = self.backend.from_numpy(vector, self.wide_dtype)
         if self.lora is not None:
             self._initialise(self.lora)
+
+    @property
+    def wide_dtype(self) -> str:
+        """The accumulation dtype by name: of norms, tables and everything inside a block."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     def _initialise(self, lora: LoraConfig) -> None:
         for layer in lora.adapted_layers(self.config.layers):

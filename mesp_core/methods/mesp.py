@@ -13,7 +13,6 @@ from mesp_core.batch import Batch
 from mesp_core.block import block_backward
 from mesp_core.decoder import Pass
 from mesp_core.formulas.lora_linear import LoraGradients
-from mesp_core.formulas.precision import cast
 from mesp_core.lora import PROJECTIONS, parameter_name
 from mesp_core.model import Model
 
@@ -65,7 +64,6 @@ def _head(run: Pass, x: Array, normalizer: float) -> tuple[float, Array]:
         run.model.final_norm,
         plus_one=run.model.config.norm_plus_one,
     )
-    dx = cast(dx, x.dtype, run.backend.xp)
     run.backend.stage(dx)
     return float(loss), dx
 
