@@ -185,7 +185,7 @@ def _mlp_backward(
     backend: Any,
 ) -> Array:  # fmt: skip
     """∂loss/∂x_mid: through the MLP and its norm, and along the residual."""
-    xp, stage = backend.xp, backend.stage
+    stage = backend.stage
     normed, norm = ops.rms_norm.forward(
         x_mid, block.post_norm, eps=plan.eps, plus_one=plan.norm_plus_one
     )
@@ -221,7 +221,7 @@ def _inputs_backward(
     gradients: dict, input_gradient: bool, ops: Operations, backend: Any,
 ) -> Array | None:  # fmt: skip
     """Back through q, k, v and the first norm; the norm is recomputed here, not kept."""
-    xp, stage = backend.xp, backend.stage
+    stage = backend.stage
     normed, norm = ops.rms_norm.forward(
         x, block.input_norm, eps=plan.eps, plus_one=plan.norm_plus_one
     )

@@ -34,9 +34,8 @@ class Pass:
         self.backend = model.backend
         self.ops = model.backend.ops
         self.segment = self.backend.from_numpy(batch.segment, "int32")
-        self.cos, self.sin = (
-            self.backend.from_numpy(table, model.wide_dtype) for table in _tables(model.config, batch)
-        )
+        tables = _tables(model.config, batch)
+        self.cos, self.sin = (self.backend.from_numpy(a, model.wide_dtype) for a in tables)
         self._attention = {window: self._plan(window) for window in set(model.config.windows)}
         lora = model.lora
         self._dropout = lora.dropout if training and lora is not None else 0.0
