@@ -1,100 +1,94 @@
-"""Tiny random models as Hugging Face folders, with the same weights at hand for the reference."""
+"""Tiny random models as Hugging Face folders, made by NumPy and a word tokenizer alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mesp_reference.config import DecoderConfig
-from mesp_reference.quantization import dequantize, quantize
-from mesp_reference.random_decoder import random_frozen
+from mesp_core.config import ModelConfig
+from mesp_core.files.checkpoint import expected_shapes
 
-SIZES: dict[str, Any] = {
-    "hidden": 13, "layers": 2, "ffn": 22, "heads": 6, "kv_heads": 2, "head_dim": 8, "vocab": 37,
-    "eps": 1e-5,
-}  # fmt: skip
-FAMILIES = ("llama", "qwen2", "qwen3")
+VOCABULARY = 31
+EOS = 2
 
+#: Sizes are pairwise distinct: D 20, H · E 24, K · E 12, F 26.
+CONFIG: dict[str, Any] = {
+    "hidden_size": 20,
+    "num_hidden_layers": 3,
+    "intermediate_size": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+}
 
-def tiny_config(family: str = "llama", **changes: Any) -> DecoderConfig:
-    """The sizes of a tiny model. changes: fields of ``DecoderConfig``."""
-    assert family in FAMILIES
-    return DecoderConfig(**{**SIZES, "qk_norm": family == "qwen3", **changes})
-
-
-def tiny_frozen(
-    family: str = "llama", *, seed: int = 0, bits: int = 0, group: int = 32, **changes: Any
-) -> dict[str, np.ndarray]:
-    """The base weights of ``tiny_checkpoint`` with the same arguments, exactly, in float64."""
-    config = tiny_config(family, **changes)
-    frozen = random_frozen(config, np.random.default_rng(seed), biases=family == "qwen2")
-    frozen = {name: _float32(value) for name, value in frozen.items()}
-    for name, value in frozen.items():
-        if bits and value.ndim == 2:
-            packed, scales, biases = quantize(value, group, bits)
-            frozen[name] = dequantize(packed, _float32(scales), _float32(biases), group, bits)
-    return frozen
+Tensors = dict[str, np.ndarray]
 
 
-def tiny_checkpoint(
+def write_model(
     folder: Path,
     family: str = "llama",
     *,
-    seed: int = 0,
-    bits: int = 0,
-    group: int = 32,
-    **changes: Any,
+    change: Callable[[Tensors], None] | None = None,
+    words: int = VOCABULARY,
+    **settings: Any,
 ) -> Path:
-    """Writes a random model as ``config.json`` and ``model.safetensors``; returns ``folder``.
-
-    bits: 0 for float32 weights; otherwise every matrix is quantised as MLX stores it, and its
-    columns must be a multiple of ``group``. changes: fields of ``DecoderConfig``.
-    """
-    config = tiny_config(family, **changes)
-    frozen = random_frozen(config, np.random.default_rng(seed), biases=family == "qwen2")
-    tensors: dict[str, np.ndarray] = {}
-    for name, value in frozen.items():
-        if not bits or value.ndim == 1:
-            tensors[name] = value.astype(np.float32)
-            continue
-        packed, scales, biases = quantize(_float32(value), group, bits)
-        stem = name.removesuffix(".weight")
-        tensors[name] = packed
-        tensors[f"{stem}.scales"] = scales.astype(np.float32)
-        tensors[f"{stem}.biases"] = biases.astype(np.float32)
+    """A model with random float32 weights. change: edits the tensors before they are written;
+    words: how many the tokenizer knows; settings: keys of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = _huggingface(family, config)
-    if bits:
-        settings["quantization"] = {"group_size": group, "bits": bits}
-    (folder / "config.json").write_text(json.dumps(settings))
+    config = CONFIG | {"model_type": family} | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = np.random.default_rng(3)
+    shapes = expected_shapes(ModelConfig.from_huggingface(CONFIG | {"model_type": family}))
+    tensors = {
+        name: (generator.normal(scale=0.3, size=shape) + ("norm" in name)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    if change is not None:
+        change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    write_tokenizer(folder, words)
     return folder
 
 
-def _huggingface(family: str, config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "model_type": family,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab,
-        "rms_norm_eps": config.eps,
-        "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "float32",
-    }
+def write_tokenizer(folder: Path, words: int = VOCABULARY) -> None:
+    """Token n is the word ``w{n}``, but for ``</s>``, which is ``EOS``."""
+    names = {f"w{number}": number for number in range(words) if number != EOS} | {"</s>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(names, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 
 
-def _float32(values: np.ndarray) -> np.ndarray:
-    """Rounded to float32, as the file holds them."""
-    return values.astype(np.float32).astype(np.float64)
+def text(ids: Sequence[int]) -> str:
+    """The text of these ids."""
+    return " ".join(f"w{number}" for number in ids)
+
+
+def sequences(count: int, seed: int = 5, shortest: int = 3, longest: int = 9) -> list[list[int]]:
+    """Random rows of ids without ``EOS``."""
+    generator = np.random.default_rng(seed)
+    return [
+        generator.integers(3, VOCABULARY, generator.integers(shortest, longest + 1)).tolist()
+        for _ in range(count)
+    ]
+
+
+def write_data(folder: Path, **splits: Sequence[Sequence[int]]) -> Path:
+    """A data folder of text records: ``write_data(folder, train=rows, valid=rows)``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        lines = [json.dumps({"text": text(row)}) for row in rows]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder

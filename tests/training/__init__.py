@@ -1,0 +1,1 @@
+"""Tests of the training loop and what it is made of."""

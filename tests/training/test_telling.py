@@ -1,0 +1,112 @@
+"""Generation, footprint, metrics and signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mesp_core import Batch, MespError, Model, NonFiniteError, logits
+from mesp_core.callbacks import Callbacks, MetricsFile
+from mesp_core.footprint import FootprintMeter, process_footprint
+from mesp_core.generation import continuation, greedy
+from mesp_core.interrupts import StopRequest
+
+OpenTiny = Callable[..., Model]
+
+
+def test_greedy_takes_the_most_likely_id_each_time(open_tiny: OpenTiny) -> None:
+    model = open_tiny(filled=True)
+    ids = [5, 9, 4]
+    found = list(greedy(model, ids, 4))
+    grown = list(ids)
+    for chosen in found:
+        whole = model.backend.to_numpy(logits(model, Batch.from_sequences([[*grown, 0]])))
+        assert chosen == int(np.argmax(whole[-1]))
+        grown.append(chosen)
+    assert len(found) == 4
+
+
+def test_greedy_ends_at_the_end_of_sequence(open_tiny: OpenTiny) -> None:
+    model = open_tiny(filled=True)
+    found = list(greedy(model, [5, 9, 4], 6))
+    assert list(greedy(model, [5, 9, 4], 6, eos_id=found[2])) == found[: found.index(found[2])]
+
+
+def test_a_continuation_is_text(open_tiny: OpenTiny) -> None:
+    model = open_tiny(filled=True)
+    tokenizer = model.checkpoint.tokenizer()
+    ids = list(greedy(model, [5, 9], 3, tokenizer.eos_id))
+    assert continuation(model, tokenizer, "w5 w9", 3) == tokenizer.decode(ids)
+    with pytest.raises(MespError, match="prompt has no tokens"):
+        continuation(model, tokenizer, "", 3)
+    with pytest.raises(MespError, match="at least 1, not 0"):
+        continuation(model, tokenizer, "w5", 0)
+
+
+def test_logits_that_are_not_numbers_are_an_error(open_tiny: OpenTiny) -> None:
+    model = open_tiny(filled=True)
+    name = "model.layers.1.mlp.up_proj.lora_a"
+    model.parameters[name] = model.parameters[name] * math.nan
+    with pytest.raises(NonFiniteError, match="logits are NaN or infinite"):
+        list(greedy(model, [5], 1))
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="no footprint is known here")
+def test_the_footprint_counts_touched_memory_and_remembers_its_peak() -> None:
+    before = process_footprint()
+    assert before is not None and before > 1 << 20
+    with FootprintMeter(interval=0.005) as meter:
+        block = np.ones(1 << 23)
+        meter.sample()
+        held = process_footprint()
+        del block
+    assert held is not None and held - before >= 60 << 20
+    assert meter.peak is not None and meter.peak - before >= 60 << 20
+
+
+def test_metrics_are_valid_json_at_every_moment(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    told = Callbacks(metrics, metrics)
+    told.on_train_loss_report({"iteration": 1, "train_loss": math.nan, "peak_memory": None})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"iteration": 1, "train_loss": None, "peak_memory": None}] * 2
+    metrics.close()
+    more = MetricsFile(path, append=True)
+    more.on_val_loss_report({"iteration": 2, "val_loss": 0.5})
+    more.close()
+    assert len(path.read_text().splitlines()) == 3
+    with pytest.raises(MespError, match="cannot write"):
+        MetricsFile(tmp_path / "missing" / "metrics.jsonl")
+
+
+def test_the_first_signal_is_a_request_and_the_second_acts() -> None:
+    announced: list[str] = []
+    with StopRequest(announced.append) as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.requested and announced == ["SIGINT"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_stop_request_in_another_thread_leaves_signals_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with StopRequest(lambda name: None):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
