@@ -39,6 +39,7 @@ def continuation(model: Model, tokenizer: Tokenizer, prompt: str, max_tokens: in
     """The text that greedy decoding adds to ``prompt``."""
     if max_tokens < 1:
         raise MespError(f"the number of tokens to generate must be at least 1, not {max_tokens}")
-    return tokenizer.decode(
-        list(greedy(model, tokenizer.encode(prompt), max_tokens, tokenizer.eos_id))
-    )
+    ids = tokenizer.encode(prompt)
+    whole = tokenizer.decode([*ids, *greedy(model, ids, max_tokens, tokenizer.eos_id)])
+    # Decoded alone, the new ids would lose the space that some tokenizers put before a word.
+    return whole.removeprefix(tokenizer.decode(ids))

@@ -85,6 +85,16 @@ def sequences(count: int, seed: int = 5, shortest: int = 3, longest: int = 9) ->
     ]
 
 
+def counting(count: int, seed: int = 5, longest: int = 9) -> list[list[int]]:
+    """Rows that count upwards from a random id: something that can be learnt."""
+    generator = np.random.default_rng(seed)
+    starts = generator.integers(3, VOCABULARY - longest, count)
+    lengths = generator.integers(4, longest + 1, count)
+    return [
+        list(range(int(lo), int(lo + length))) for lo, length in zip(starts, lengths, strict=True)
+    ]
+
+
 def write_data(folder: Path, **splits: Sequence[Sequence[int]]) -> Path:
     """A data folder of text records: ``write_data(folder, train=rows, valid=rows)``."""
     folder.mkdir(parents=True, exist_ok=True)

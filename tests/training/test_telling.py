@@ -45,7 +45,7 @@ def test_a_continuation_is_text(open_tiny: OpenTiny) -> None:
     model = open_tiny(filled=True)
     tokenizer = model.checkpoint.tokenizer()
     ids = list(greedy(model, [5, 9], 3, tokenizer.eos_id))
-    assert continuation(model, tokenizer, "w5 w9", 3) == tokenizer.decode(ids)
+    assert ids and continuation(model, tokenizer, "w5 w9", 3) == " " + tokenizer.decode(ids)
     with pytest.raises(MespError, match="prompt has no tokens"):
         continuation(model, tokenizer, "", 3)
     with pytest.raises(MespError, match="at least 1, not 0"):
