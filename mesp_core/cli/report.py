@@ -31,10 +31,11 @@ def introduce(job: Job) -> None:
 
 
 def losses_of(summary: Summary) -> tuple[float | None, float | None]:
-    """Validation loss before and after; None where there was no validation."""
-    first = summary.validation[0][1] if summary.validation else None
-    last = summary.validation[-1][1] if len(summary.validation) > 1 else None
-    return first, last
+    """Validation loss before, and of what is saved; None where it was not measured."""
+    measured = summary.validation
+    before = measured[0][1] if measured else None
+    current = len(measured) > 1 and measured[-1][0] == summary.iteration
+    return before, measured[-1][1] if current else None
 
 
 def conclude(

@@ -52,9 +52,11 @@ _DEFAULTS: Mapping[str, Any] = {
 #: Without --data: a run on Python's documentation that ends in a few minutes on two cores.
 _SHORT_RUN: Mapping[str, Any] = {
     "batch_size": 1,
-    "iters": 80,
+    "iters": 60,
     "val_batches": -1,
     "learning_rate": 1e-3,
+    "lr_schedule": "cosine",
+    "warmup": 4,
     "steps_per_eval": 0,
     "max_seq_length": 256,
 }
@@ -110,7 +112,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--train", action="store_true", default=None, help="train (the default without --test)")
     add("--method", choices=tuple(METHODS), help="how gradients are obtained (mesp)")
-    add("--iters", type=int, help="batches to train on (1000; 80 without --data)")
+    add("--iters", type=int, help="batches to train on (1000; 60 without --data)")
     add("--optimizer", help="adamw (the default), adam (adamw without weight decay) or sgd")
     add(
         "--learning-rate",
@@ -118,8 +120,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         help="1e-4; 1e-3 without --data. mlx-lm's 1e-5 goes with "
         "its scale of 20, where ours is alpha / rank = 2",
     )
-    add("--lr-schedule", choices=("constant", "cosine"), help="constant (the default) or cosine")
-    add("--warmup", type=int, help="updates of linear warm-up (0)")
+    add(
+        "--lr-schedule",
+        choices=("constant", "cosine"),
+        help="constant (the default; cosine without --data) or cosine",
+    )
+    add("--warmup", type=int, help="updates of linear warm-up (0; 4 without --data)")
     add("--grad-accumulation-steps", type=int, help="batches that share one update (1)")
     add("--grad-clip", type=float, help="largest global norm of the gradients (not clipped)")
     add(

@@ -238,7 +238,8 @@ def test_an_interrupt_saves_what_is_trained(
     folder = tmp_path / "adapters"
     command = (
         f"finetune --model {tiny} --data {data} --backend numpy --adapter-path {folder} "
-        "--iters 1000000 --batch-size 2 --steps-per-report 1 --save-every 0 --steps-per-eval 0"
+        "--iters 1000000 --batch-size 2 --steps-per-report 1 --save-every 0 --steps-per-eval 0 "
+        f"--json {tmp_path / 'report.json'}"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "mesp_core.cli.main", *command.split()],
@@ -261,3 +262,6 @@ def test_an_interrupt_saves_what_is_trained(
     assert any((t != 0).any() for n, t in adapter.tensors.items() if n.endswith("lora_b"))
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert last["event"] == "interrupted"
+    report = json.loads((tmp_path / "report.json").read_text())
+    # Nobody waited for a validation of what was saved.
+    assert report["interrupted"] and report["before"] > 0 and report["after"] is None
