@@ -11,6 +11,7 @@ from mesp_core.cli.arguments import add_json_argument
 from mesp_core.cli.output import check_file, environment, readable_bytes, write_json
 from mesp_core.files.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from mesp_core.footprint import process_footprint
+from mesp_core.stored_matrix import StoredMatrix
 
 
 def add_command(commands: Any) -> None:
@@ -60,7 +61,7 @@ def _model(source: str) -> dict[str, Any]:
 def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     shapes = expected_shapes(config)
-    kinds = {checkpoint.matrix(name).dtype for name, shape in shapes.items() if len(shape) == 2}
+    kinds = {_kind(checkpoint.matrix(name)) for name, shape in shapes.items() if len(shape) == 2}
     return {
         "family": config.model_type,
         "layers": config.layers,
@@ -72,3 +73,9 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "stored": ", ".join(sorted(kinds)),
     }
+
+
+def _kind(matrix: StoredMatrix) -> str:
+    if not matrix.quantized:
+        return matrix.dtype
+    return f"{matrix.bits} bits in groups of {matrix.group}"
