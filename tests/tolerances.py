@@ -14,6 +14,11 @@ TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float64": 1e-13, "float32": 1e-6, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 )
 
+#: One block: a dozen components in a row, each of which may be off by one component's entry.
+BLOCK: Mapping[str, float] = MappingProxyType(
+    {"float64": 1e-12, "float32": 4e-6, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+)
+
 #: A whole model, loss and gradients, whose errors have passed through every block twice.
 WHOLE_MODEL: Mapping[str, float] = MappingProxyType(
     {"float64": 1e-10, "float32": 1e-5, "float16": 2.0**-12, "bfloat16": 2.0**-9}

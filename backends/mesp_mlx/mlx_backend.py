@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -154,4 +155,4 @@ class MlxBackend(Backend):
         return cut.view(mx.float32).astype(mx.bfloat16)
 
     def versions(self) -> dict[str, str]:
-        return {"mlx": mx.__version__, "numpy": np.__version__, "blas": self.blas.name}
+        return {"mlx": version("mlx"), "numpy": np.__version__, "blas": self.blas.name}

@@ -10,7 +10,7 @@ import numpy as np
 from tests.compare import assert_close, relative_error
 from tests.formulas.naive import round_to, rounded
 from tests.formulas.subjects import Subject
-from tests.tolerances import bound
+from tests.tolerances import TOLERANCES, bound
 
 Values = Mapping[str, np.ndarray]
 
@@ -31,6 +31,7 @@ def check(
     *,
     wide: Collection[str] = (),
     through_narrow: bool = False,
+    table: Mapping[str, float] = TOLERANCES,
 ) -> None:
     """Every output against ``reference(**inputs)``, absent ones included.
 
@@ -51,7 +52,7 @@ def check(
         rule = subject.dtype if through_narrow else dtype
         if rule not in naive:
             naive[rule] = reference(**{key: rounded(v, rule) for key, v in inputs.items()})
-        allowed = bound(rule, relative_error(np.array(naive[rule][name]), expected))
+        allowed = bound(rule, relative_error(np.array(naive[rule][name]), expected), table)
         assert allowed < 0.2, f"the bound of {name} holds nothing: {allowed}"
         actual = subject.numpy(outputs[name])
         assert_close(actual, expected, allowed, name=f"{name} on {subject.namespace}")

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from mesp_reference.attention import attention_backward, attention_forward, visible_keys
 from mesp_reference.finite_differences import gradient_errors, relative_error
 from mesp_reference.ragged import segment_and_position

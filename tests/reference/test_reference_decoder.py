@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from mesp_reference.block import PROJECTIONS, block_backward, block_forward
 from mesp_reference.config import DecoderConfig
 from mesp_reference.decoder import (

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from mesp_reference.dropout import (
     PROJECTION_NUMBERS,
     dropout_backward,

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from mesp_reference.finite_differences import (
     central_gradient,
     directional_derivative,

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from mesp_reference.finite_differences import gradient_errors, relative_error
 from mesp_reference.linear import linear_backward, linear_forward
 from mesp_reference.lora_linear import lora_linear_backward, lora_linear_forward

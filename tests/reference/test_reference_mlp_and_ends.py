@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from mesp_reference.activation import activation_backward, activation_forward
 from mesp_reference.cross_entropy import (
     linear_cross_entropy_backward,

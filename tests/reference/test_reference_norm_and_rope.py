@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from mesp_reference.finite_differences import gradient_errors, relative_error
 from mesp_reference.rms_norm import rms_norm_backward, rms_norm_forward
 from mesp_reference.rope import rope_backward, rope_forward, rope_frequencies

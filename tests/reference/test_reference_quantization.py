@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from mesp_reference.finite_differences import relative_error
 from mesp_reference.quantization import (
     dequantize,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import signal
 import sys
@@ -65,10 +66,12 @@ def test_the_footprint_counts_touched_memory_and_remembers_its_peak() -> None:
     before = process_footprint()
     assert before is not None and before > 1 << 20
     with FootprintMeter(interval=0.005) as meter:
-        block = np.ones(1 << 23)
+        # Mapped afresh, because the heap may already hold pages that an array would reuse.
+        block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        np.frombuffer(block, dtype=np.uint8)[:] = 1
         meter.sample()
         held = process_footprint()
-        del block
+        block.close()
     assert held is not None and held - before >= 60 << 20
     assert meter.peak is not None and meter.peak - before >= 60 << 20
 
