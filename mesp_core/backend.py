@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mesp_core.errors import BackendUnavailableError
+from mesp_core.formulas.attention import first_key_tiles
 from mesp_core.formulas.dropout import Words
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.loops import Loops
@@ -109,6 +110,22 @@ class Backend(ABC):
     @abstractmethod
     def versions(self) -> dict[str, str]:
         """Versions of the framework and of what does its arithmetic."""
+
+    def run(self, stage: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
+        """One stage of the model: ``block_forward``, ``block_backward``, ``head_loss``, …
+
+        arguments: arrays, weights and plans, which a compiling backend traces; static: what it
+        compiles for. The gradient and the input given to ``block_backward`` may be overwritten.
+        """
+        return stage(*arguments, **static, ops=self.ops, backend=self)
+
+    def bucket(self, tokens: int) -> int:
+        """The length a batch of ``tokens`` is padded to; only where shapes must repeat."""
+        return tokens
+
+    def first_key_tiles(self, segment: np.ndarray, window: int | None) -> Any:
+        """``AttentionPlan.first_key_tile`` of a batch, as this backend's loops want it."""
+        return first_key_tiles(segment.tolist(), self.tiles.query, self.tiles.key, window)
 
     def release(self) -> None:
         """Gives back memory the allocator keeps for reuse; called after each block."""

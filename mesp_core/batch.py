@@ -71,6 +71,21 @@ class Batch:
             np.int32
         )
 
+    def padded(self, length: int) -> Batch:
+        """The batch with ``length`` tokens, the new ones at the end in a sequence of their own
+        with weight 0: no other token sees them, and the loss does not either."""
+        more = length - len(self.tokens)
+        if more <= 0:
+            return self
+        zeros = np.zeros(more, dtype=np.int32)
+        return Batch(
+            tokens=np.concatenate([self.tokens, zeros]),
+            targets=np.concatenate([self.targets, zeros]),
+            weights=np.concatenate([self.weights, zeros.astype(np.float32)]),
+            starts=np.append(self.starts, length),
+            numbers=np.append(self.numbers, 0),
+        )
+
     @property
     def target_count(self) -> int:
         """How many targets count (weight not zero)."""

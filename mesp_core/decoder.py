@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from mesp_core.batch import Batch
-from mesp_core.block import BlockPlan, block_forward
+from mesp_core.block import BlockPlan, block_backward, block_forward
 from mesp_core.config import ModelConfig
-from mesp_core.formulas.attention import AttentionPlan, first_key_tiles
+from mesp_core.formulas.attention import AttentionPlan
 from mesp_core.formulas.dropout import Dropout, dropout_key
 from mesp_core.formulas.frozen_matrix import rows_per_tile
 from mesp_core.formulas.gated_mlp import MlpPlan
-from mesp_core.formulas.precision import cast, wide
+from mesp_core.formulas.lora_linear import LoraGradients
+from mesp_core.formulas.precision import cast
 from mesp_core.formulas.rope import rope_frequencies, rope_tables
+from mesp_core.head import HeadPlan, head_logits, head_loss
 from mesp_core.model import Model
 
 Array = Any
@@ -30,9 +32,9 @@ class Pass:
     def __init__(self, model: Model, batch: Batch, *, training: bool) -> None:
         batch.check_vocabulary(model.config.vocab)
         self.model = model
-        self.batch = batch
         self.backend = model.backend
-        self.ops = model.backend.ops
+        self.tokens = len(batch.tokens)
+        self.batch = batch = batch.padded(self.backend.bucket(self.tokens))
         self.segment = self.backend.from_numpy(batch.segment, "int32")
         tables = _tables(model.config, batch)
         self.cos, self.sin = (self.backend.from_numpy(a, model.wide_dtype) for a in tables)
@@ -51,9 +53,7 @@ class Pass:
         tiles, config = self.backend.tiles, self.model.config
         return AttentionPlan(
             segment=self.segment,
-            first_key_tile=first_key_tiles(
-                self.batch.segment.tolist(), tiles.query, tiles.key, window
-            ),
+            first_key_tile=self.backend.first_key_tiles(self.batch.segment, window),
             scale=config.head_dim**-0.5,
             window=window,
             softcap=config.softcap,
@@ -94,55 +94,65 @@ class Pass:
         """The first block's input [N, D]."""
         tokens = self.backend.from_numpy(self.batch.tokens, "int32")
         dtype = self.backend.dtype(self.model.dtype)
-        x, _ = self.ops.embedding.forward(tokens, self.model.embedding, dtype=dtype)
+        x, _ = self.backend.ops.embedding.forward(tokens, self.model.embedding, dtype=dtype)
         self.backend.stage(x)
         return x
 
     def forward(self, x: Array, layer: int) -> Array:
         """Block ``layer`` on its input; its weights are released afterwards."""
-        out = block_forward(
-            x,
-            self.model.block(layer),
-            self.block_plan(layer),
-            ops=self.ops,
-            backend=self.backend,
-        )
+        out = self.backend.run(block_forward, x, self.model.block(layer), self.block_plan(layer))
         self.model.release(layer)
         return out
 
-    def final_norm(self, x: Array) -> tuple[Array, Any]:
-        """The last norm, in the accumulation dtype: (normed, saved)."""
-        config = self.model.config
-        return self.ops.rms_norm.forward(
-            wide(x, self.backend.xp),
-            self.model.final_norm,
-            eps=config.eps,
-            plus_one=config.norm_plus_one,
+    def backward(
+        self, dout: Array, x: Array, layer: int, *, input_gradient: bool
+    ) -> tuple[Array | None, dict[str, LoraGradients | None]]:
+        """(dx, gradients) of block ``layer`` from its input; neither array may be used again."""
+        return self.backend.run(
+            block_backward,
+            dout,
+            x,
+            self.model.block(layer),
+            self.block_plan(layer),
+            input_gradient=input_gradient,
         )
 
-    def hidden(self) -> Array:
-        """The normalised output of the last block [N, D], nothing kept on the way."""
+    def output(self) -> Array:
+        """The last block's output [N, D], nothing kept on the way."""
         x = self.embed()
         for layer in range(self.model.config.layers):
             x = self.forward(x, layer)
-        return self.final_norm(x)[0]
+        return x
 
-    def loss(self, normed: Array, *, normalizer: float, gradient: bool) -> tuple[Array, Any]:
-        """Weighted cross-entropy of the head, with the hidden gradient when asked for."""
-        tiles, batch = self.backend.tiles, self.batch
-        result = self.ops.linear_cross_entropy.forward(
-            normed,
+    def loss(self, x: Array, *, normalizer: float, gradient: bool) -> tuple[float, Array | None]:
+        """The weighted cross-entropy of the last block's output, and its gradient dx [N, D]."""
+        loss, dx = self.backend.run(
+            head_loss,
+            x,
             self.model.head,
-            self.backend.from_numpy(batch.targets, "int32"),
-            self.backend.from_numpy(batch.weights, self.model.wide_dtype),
-            normalizer=normalizer,
+            self.backend.from_numpy(self.batch.targets, "int32"),
+            self.backend.from_numpy(self.batch.weights, self.model.wide_dtype),
+            normalizer,
+            plan=self._head_plan(),
             gradient=gradient,
-            vocabulary_tile=rows_per_tile(self.model.config.hidden, tiles.weights),
+        )
+        self.model.release(None)
+        return float(loss), dx
+
+    def logits(self, x: Array) -> Array:
+        """The logits [rows, V] of rows of the last block's output."""
+        logits = self.backend.run(head_logits, x, self.model.head, plan=self._head_plan())
+        self.model.release(None)
+        return logits
+
+    def _head_plan(self) -> HeadPlan:
+        config, tiles = self.model.config, self.backend.tiles
+        return HeadPlan(
+            eps=config.eps,
+            norm_plus_one=config.norm_plus_one,
+            vocabulary_tile=rows_per_tile(config.hidden, tiles.weights),
             token_tile=tiles.tokens,
         )
-        self.backend.stage(*result)
-        self.model.release(None)
-        return result
 
 
 def _tables(config: ModelConfig, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -155,17 +165,14 @@ def _tables(config: ModelConfig, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 def logits(model: Model, batch: Batch) -> Array:
     """The logits [N, V] of every token, for looking at: training never makes them."""
-    normed = Pass(model, batch, training=False).hidden()
-    return model.head.matmul(normed)
+    run = Pass(model, batch, training=False)
+    return run.logits(run.output()[: run.tokens, :])
 
 
 def last_logits(model: Model, tokens: Sequence[int]) -> np.ndarray:
     """The logits [V] of the token that would follow ``tokens``, as NumPy."""
-    batch = Batch.from_sequences([[*tokens, 0]])
-    normed = Pass(model, batch, training=False).hidden()
-    last = model.head.matmul(normed[-1:, :])
-    model.backend.stage(last)
-    model.release(None)
+    run = Pass(model, Batch.from_sequences([[*tokens, 0]]), training=False)
+    last = run.logits(run.output()[run.tokens - 1 : run.tokens, :])
     return model.backend.to_numpy(last)[0]
 
 
@@ -177,8 +184,8 @@ def evaluate(model: Model, batches: Iterable[Batch]) -> tuple[float, int]:
     total, weight, count = 0.0, 0.0, 0
     for batch in batches:
         run = Pass(model, batch, training=False)
-        loss, _ = run.loss(run.hidden(), normalizer=1.0, gradient=False)
-        total += float(loss)
+        loss, _ = run.loss(run.output(), normalizer=1.0, gradient=False)
+        total += loss
         weight += float(batch.weights.sum())
         count += batch.target_count
     return (total / weight if weight else float("nan")), count

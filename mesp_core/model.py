@@ -14,6 +14,7 @@ from mesp_core.errors import MespError, NonFiniteError
 from mesp_core.files.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.lora_linear import Projection
+from mesp_core.head import Head
 from mesp_core.lora import PROJECTIONS, LoraConfig, initial_factors, parameter_name
 from mesp_core.stored_matrix import StoredMatrix
 
@@ -93,12 +94,9 @@ class Model:
         return self.matrix("model.embed_tokens.weight")
 
     @property
-    def head(self) -> FrozenMatrix:
-        return self.embedding if self.config.tied else self.matrix("lm_head.weight")
-
-    @property
-    def final_norm(self) -> Array:
-        return self._vectors["model.norm.weight"]
+    def head(self) -> Head:
+        weight = self.embedding if self.config.tied else self.matrix("lm_head.weight")
+        return Head(self._vectors["model.norm.weight"], weight)
 
     def block(self, layer: int) -> Block:
         """Block ``layer`` with its parameters as they are now."""

@@ -29,7 +29,7 @@ class NumpyBackend(Backend):
         self.xp = xp
         self.tiles = tiles or TileSizes()
         self.loops = EagerLoops()
-        self.ops = formula_operations(xp, self.loops)
+        self.ops = formula_operations(xp, self.loops).only_arrays(np.ndarray)
         self.words = words_of(xp)
         self._runtime = HostRuntime(xp, self.loops, self._new_buffer, self.tiles.weights)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from mesp_core.errors import MespError
 from mesp_core.formulas import (
     attention,
     cross_entropy,
@@ -33,22 +36,38 @@ class Implementation:
 
 @dataclass
 class Component:
-    """One forward/backward pair. Every call is counted, so that ``explain`` tells what ran."""
+    """One forward/backward pair. Every call is counted, so that ``explain`` tells what ran.
+
+    array_types: what arrays must be instances of (any, when empty); an array of another library
+        raises MespError, where some libraries would quietly convert it.
+    """
 
     component: str
     run_forward: Callable[..., Any]
     run_backward: Callable[..., Any]
     name: str = "formula"
     reason: str = "no faster implementation for this device"
+    array_types: tuple[type, ...] = ()
     calls: int = field(default=0, compare=False)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
+        self._enter(args)
         return self.run_forward(*args, **options)
 
     def backward(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
+        self._enter(args)
         return self.run_backward(*args, **options)
+
+    def _enter(self, args: tuple[Any, ...]) -> None:
+        self.calls += 1
+        if self.array_types:
+            for array in _arrays_of(args):
+                if not isinstance(array, self.array_types):
+                    raise MespError(
+                        f"{self.component} got an array of {type(array).__module__}, not of "
+                        f"{self.array_types[0].__module__}; arrays of two libraries cannot be "
+                        "mixed: convert with backend.from_numpy first"
+                    )
 
     def explain(self) -> Implementation:
         return Implementation(self.component, self.name, self.reason, self.calls)
@@ -71,8 +90,26 @@ class Operations:
         """These operations with one component replaced."""
         return replace(self, **{component.component: component})
 
+    def only_arrays(self, *types: type) -> Operations:
+        """These operations, each of which refuses arrays of any other type."""
+        return Operations(
+            **{
+                item.name: replace(getattr(self, item.name), array_types=types)
+                for item in fields(self)
+            }
+        )
+
     def explain(self) -> list[Implementation]:
-        return [getattr(self, name).explain() for name in self.__dataclass_fields__]
+        return [getattr(self, item.name).explain() for item in fields(self)]
+
+
+def _arrays_of(args: tuple[Any, ...]) -> list[Any]:
+    """The arrays among ``args`` and in the fields of the dataclasses among them."""
+    parts = list(args)
+    for value in args:
+        if is_dataclass(value):
+            parts += [getattr(value, item.name) for item in fields(value)]
+    return [p for p in parts if hasattr(p, "ndim") and not isinstance(p, (type, np.generic))]
 
 
 def formula_operations(xp: Any, loops: Loops, activations: Activations = FORMULA) -> Operations:

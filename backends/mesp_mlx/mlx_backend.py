@@ -54,7 +54,7 @@ class MlxBackend(Backend):
         else:
             self.xp = CpuNamespace(products=blas.through_numpy)
             self.loops = CpuLoops()
-        self.ops = self._operations()
+        self.ops = self._operations().only_arrays(mx.array)
         self.words = words_of(self.xp)
         self._runtime = HostRuntime(self.xp, self.loops, self._new_buffer, self.tiles.weights)
 

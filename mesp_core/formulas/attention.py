@@ -99,7 +99,7 @@ def attention_forward(
         xp.zeros((tokens, heads, width), dtype=q.dtype),
         xp.zeros((tokens, heads), dtype=dtype),
     )
-    o, lse = loops.fold(query_tile, carry, 0, tile_count(tokens, size))
+    o, lse = loops.fold_tiles(query_tile, carry, tokens, size)
     return o, AttentionSaved(lse)
 
 
@@ -150,7 +150,7 @@ def attention_backward(
         dq_tile = _ungroup(dq_tile, rows, xp) * plan.scale
         return loops.put(dq, i, size, 0, dq_tile), dk, dv
 
-    return loops.fold(query_tile, zeros, 0, tile_count(tokens, size))
+    return loops.fold_tiles(query_tile, zeros, tokens, size)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mesp_core.formulas.attention import MASKED
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
-from mesp_core.formulas.loops import Loops, tile_count
+from mesp_core.formulas.loops import Loops
 from mesp_core.formulas.precision import accumulation_dtype, cast, wide
 
 Array = Any
@@ -59,11 +59,10 @@ def linear_cross_entropy_forward(
             here = _take_in(loops.tile(x, j, token_tile, 0), tile, here, gradient, xp)
             return loops.put(state, j, token_tile, 0, here)
 
-        return loops.fold(token_tiles, carry, 0, tile_count(tokens, token_tile))
+        return loops.fold_tiles(token_tiles, carry, tokens, token_tile)
 
     carry = (top, xp.zeros_like(top), mean)
-    tiles = tile_count(vocabulary, vocabulary_tile)
-    top, total, mean = loops.fold(vocabulary_tiles, carry, 0, tiles)
+    top, total, mean = loops.fold_tiles(vocabulary_tiles, carry, vocabulary, vocabulary_tile)
     logit = xp.sum(wide(x, xp) * target_rows, axis=-1)
     share = cast(weights, logit.dtype, xp) / normalizer
     loss = xp.sum(share * ((top + xp.log(total))[:, 0] - logit))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
-from mesp_core.formulas.loops import Loops, tile_count
+from mesp_core.formulas.loops import Loops
 from mesp_core.formulas.precision import cast, wide
 
 Array = Any
@@ -38,4 +38,4 @@ def embedding_backward(
         return loops.put(dtable, i, tile, 0, xp.matmul(hits, dout))
 
     dtable = xp.zeros((rows, dout.shape[1]), dtype=dout.dtype)
-    return loops.fold(body, dtable, 0, tile_count(rows, tile))
+    return loops.fold_tiles(body, dtable, rows, tile)

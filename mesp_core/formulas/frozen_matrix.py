@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mesp_core.formulas.loops import EagerLoops, Loops, tile_count
+from mesp_core.formulas.loops import EagerLoops, Loops
 from mesp_core.formulas.precision import accumulation_dtype, cast, wide
 from mesp_core.formulas.quantization import dequantize
 
@@ -155,7 +155,7 @@ def tiled_matmul(
     def body(i: Any, y: Array) -> Array:
         return loops.put(y, i, size, 1, matrix.tile(i, size, 0).matmul(x))
 
-    return loops.fold(body, xp.zeros((x.shape[0], out), dtype=x.dtype), 0, tile_count(out, size))
+    return loops.fold_tiles(body, xp.zeros((x.shape[0], out), dtype=x.dtype), out, size)
 
 
 def tiled_matmul_t(
@@ -170,4 +170,4 @@ def tiled_matmul_t(
         return dx + matrix.tile(i, size, 0).matmul_t(loops.tile(dy, i, size, 1))
 
     zero = xp.zeros((dy.shape[0], width), dtype=dy.dtype)
-    return loops.fold(body, zero, 0, tile_count(out, size))
+    return loops.fold_tiles(body, zero, out, size)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mesp_core.formulas.activation import FORMULA, Activations
 from mesp_core.formulas.dropout import Dropout, dropout_multiplier
-from mesp_core.formulas.loops import Loops, tile_count
+from mesp_core.formulas.loops import Loops
 from mesp_core.formulas.lora_linear import LoraGradients, Projection, low_rank, project
 from mesp_core.formulas.precision import cast, wide
 
@@ -69,10 +69,10 @@ def gated_mlp_forward(
                 h_down = _add(h_down, j, tile.low_rank_down(a, j, plan, loops, xp), plan, loops)
             return y, h_down
 
-        return loops.fold(rows, carry, 0, tile_count(tokens, plan.token_tile))
+        return loops.fold_tiles(rows, carry, tokens, plan.token_tile)
 
-    tiles = tile_count(gate.weight.shape[0], plan.feature_tile)
-    y, h_down = loops.fold(features, (y, h_down), 0, tiles)
+    width = gate.weight.shape[0]
+    y, h_down = loops.fold_tiles(features, (y, h_down), width, plan.feature_tile)
     if down.bias is not None:
         y = y + cast(down.bias, y.dtype, xp)
     if h_down is not None:
@@ -105,12 +105,12 @@ def gated_mlp_backward(
     if down.lora_b is not None:
         b_down = xp.matrix_transpose(cast(down.lora_b, dy_wide.dtype, xp))
         t_down = down.scale * xp.matmul(dy_wide, b_down)
-    sums = _Sums.zeros(x, gate, up, down, inputs.dtype, xp)
+    sums = GatedMlpSums.zeros(x, gate, up, down, inputs.dtype, xp)
 
-    def features(i: Any, sums: _Sums) -> _Sums:
+    def features(i: Any, sums: GatedMlpSums) -> GatedMlpSums:
         tile = _FeatureTile.of(i, gate, up, down, plan, loops)
 
-        def rows(j: Any, sums: _Sums) -> _Sums:
+        def rows(j: Any, sums: GatedMlpSums) -> GatedMlpSums:
             here = inputs.rows(j, plan, loops)
             dy_here = loops.tile(dy_wide, j, plan.token_tile, 0)
             t_here = None if t_down is None else loops.tile(t_down, j, plan.token_tile, 0)
@@ -118,9 +118,9 @@ def gated_mlp_backward(
                 dy_here, t_here, here, tile, sums, i, j, plan, activations, loops, xp
             )
 
-        return loops.fold(rows, sums, 0, tile_count(tokens, plan.token_tile))
+        return loops.fold_tiles(rows, sums, tokens, plan.token_tile)
 
-    sums = loops.fold(features, sums, 0, tile_count(gate.weight.shape[0], plan.feature_tile))
+    sums = loops.fold_tiles(features, sums, gate.weight.shape[0], plan.feature_tile)
     dx, dgate = _input_adapter(sums.dx, x, sums.t_gate, gate, sums.db_gate, plan.dropouts[0], xp)
     dx, dup = _input_adapter(dx, x, sums.t_up, up, sums.db_up, plan.dropouts[1], xp)
     ddown = None
@@ -208,7 +208,7 @@ class _FeatureTile:
 
 
 @dataclass(frozen=True)
-class _Sums:
+class GatedMlpSums:
     """What the tiles of the backward pass add up: by token (dx, t_gate, t_up, h_down) and by
     feature (db_gate, db_up, da_down); None where there is no adapter."""
 
@@ -223,7 +223,7 @@ class _Sums:
     @classmethod
     def zeros(
         cls, x: Array, gate: Projection, up: Projection, down: Projection, dtype: Any, xp: Any
-    ) -> _Sums:
+    ) -> GatedMlpSums:
         by_token = [_zeros_low_rank(x.shape[0], p, dtype, xp) for p in (gate, up, down)]
         by_feature = [
             None if a is None else xp.zeros(a.shape, dtype=dtype)
@@ -233,9 +233,9 @@ class _Sums:
 
 
 def _tile_backward(
-    dy: Array, t_down: Array | None, here: _Inputs, tile: _FeatureTile, sums: _Sums, i: Any,
+    dy: Array, t_down: Array | None, here: _Inputs, tile: _FeatureTile, sums: GatedMlpSums, i: Any,
     j: Any, plan: MlpPlan, activations: Activations, loops: Loops, xp: Any,
-) -> _Sums:  # fmt: skip
+) -> GatedMlpSums:  # fmt: skip
     """One tile of features and tokens added to the sums."""
     transpose = xp.matrix_transpose
     g, u = tile.gate_up(here, xp)

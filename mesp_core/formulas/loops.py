@@ -13,7 +13,13 @@ class Loops(Protocol):
     """What a formula needs to walk over tiles. ``i`` may be traced; sizes never are."""
 
     def fold(self, body: Callable[[Any, Any], Any], carry: Any, lo: Any, hi: Any) -> Any:
-        """``for i in range(lo, hi): carry = body(i, carry)``."""
+        """``for i in range(lo, hi): carry = body(i, carry)``; the bounds may be traced."""
+        ...
+
+    def fold_tiles(
+        self, body: Callable[[Any, Any], Any], carry: Any, extent: int, size: int
+    ) -> Any:
+        """``fold`` over the tiles of ``size`` that cover ``extent``, the last perhaps shorter."""
         ...
 
     def tile(self, a: Array, i: Any, size: int, axis: int = 0) -> Array:
@@ -63,6 +69,11 @@ class EagerLoops:
             if self._stage is not None:
                 self._stage(*arrays_in(carry))
         return carry
+
+    def fold_tiles(
+        self, body: Callable[[Any, Any], Any], carry: Any, extent: int, size: int
+    ) -> Any:
+        return self.fold(body, carry, 0, tile_count(extent, size))
 
     def tile(self, a: Array, i: int, size: int, axis: int = 0) -> Array:
         return a[_span(a, i, size, axis)]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mesp_core.batch import Batch
-from mesp_core.block import block_backward
 from mesp_core.decoder import Pass
 from mesp_core.formulas.lora_linear import LoraGradients
 from mesp_core.lora import PROJECTIONS, parameter_name
@@ -34,38 +33,14 @@ def mesp_gradients(
         if layer >= lowest:
             checkpoints.append(x)
         x = run.forward(x, layer)
-    loss, dx = _head(run, x, normalizer)
+    loss, dx = run.loss(x, normalizer=normalizer, gradient=True)
     del x
     for layer in reversed(range(lowest, model.config.layers)):
-        dx, gradients = block_backward(
-            dx,
-            checkpoints.pop(),
-            model.block(layer),
-            run.block_plan(layer),
-            input_gradient=layer > lowest,
-            ops=run.ops,
-            backend=run.backend,
-        )
+        dx, gradients = run.backward(dx, checkpoints.pop(), layer, input_gradient=layer > lowest)
         on_block(layer, _named(layer, gradients))
         del gradients
         model.release(layer)
     return loss
-
-
-def _head(run: Pass, x: Array, normalizer: float) -> tuple[float, Array]:
-    """The loss, and its gradient with respect to the last block's output."""
-    normed, norm = run.final_norm(x)
-    run.backend.stage(normed, norm.rstd)
-    loss, saved = run.loss(normed, normalizer=normalizer, gradient=True)
-    del normed
-    dx, _ = run.ops.rms_norm.backward(
-        run.ops.linear_cross_entropy.backward(1.0, saved),
-        norm,
-        run.model.final_norm,
-        plus_one=run.model.config.norm_plus_one,
-    )
-    run.backend.stage(dx)
-    return float(loss), dx
 
 
 def _named(layer: int, gradients: dict[str, LoraGradients | None]) -> dict[str, Array]:
