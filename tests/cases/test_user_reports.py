@@ -17,12 +17,12 @@ from mesp_core.backend import TileSizes
 from mesp_core.formulas import DenseMatrix, EagerLoops, linear_cross_entropy_forward
 from mesp_core.model import Model
 from mesp_core.numpy_backend import NumpyBackend
+from mesp_reference.check.compare import assert_close
+from mesp_reference.check.tolerances import WHOLE_MODEL
 from mesp_reference.decoder import Lora
 from mesp_reference.decoder import loss_and_gradients as reference_gradients
 from mesp_reference.ragged import RaggedBatch
-from tests.compare import assert_close
 from tests.tiny_reference import tiny_checkpoint, tiny_config, tiny_frozen
-from tests.tolerances import WHOLE_MODEL
 
 ROWS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 35], [8, 9, 7, 9, 3]]
 #: Tiles that divide nothing, so that every loop has several turns and a short last one.

@@ -16,9 +16,9 @@ from mesp_core.lora import LoraConfig
 from mesp_mlx.activations import compiled_activations, host_activations
 from mesp_mlx.mlx_backend import BLAS, MlxBackend
 from mesp_mlx.namespace import MlxNamespace
-from tests.compare import assert_close
+from mesp_reference.check.compare import assert_close
+from mesp_reference.check.tolerances import WHOLE_MODEL, bound
 from tests.tiny_reference import tiny_checkpoint
-from tests.tolerances import WHOLE_MODEL, bound
 
 SEQUENCES = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [35, 8, 9, 7, 9, 3, 2, 3]]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from tests.compare import assert_close
+from mesp_reference.check.compare import assert_close
+from mesp_reference.check.tolerances import CASTS_TO_FLOAT32
 from tests.oracle.huggingface_oracle import Oracle, central_difference, without_float32_casts
 from tests.oracle.tiny_models import CASES, random_adapter
-from tests.tolerances import CASTS_TO_FLOAT32
 
 Saved = Callable[[str], Path]
 

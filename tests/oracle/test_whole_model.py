@@ -12,7 +12,8 @@ import mesp_core as mesp
 from mesp_core.backend import TileSizes
 from mesp_core.numpy_backend import NumpyBackend
 from mesp_mlx.mlx_backend import BLAS, MlxBackend
-from tests.compare import assert_close, relative_error
+from mesp_reference.check.compare import assert_close, relative_error
+from mesp_reference.check.tolerances import WHOLE_MODEL, bound
 from tests.oracle.huggingface_oracle import Oracle, OracleResult
 from tests.oracle.tiny_models import (
     ALPHA,
@@ -23,7 +24,6 @@ from tests.oracle.tiny_models import (
     random_adapter,
     save_random_model,
 )
-from tests.tolerances import WHOLE_MODEL, bound
 
 Saved = Callable[..., Path]
 Rows = list[list[int]]

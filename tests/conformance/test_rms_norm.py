@@ -7,8 +7,8 @@ import pytest
 
 from mesp_core.formulas import rms_norm_backward, rms_norm_forward
 from mesp_reference import rms_norm as reference
-from tests.formulas.agreement import check, draw
-from tests.formulas.subjects import Subject
+from tests.conformance.agreement import check, draw
+from tests.conformance.subjects import Subject
 
 EPS = 1e-5
 

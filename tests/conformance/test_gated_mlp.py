@@ -17,9 +17,9 @@ from mesp_core.formulas import (
 from mesp_reference import activation as reference_activation
 from mesp_reference import gated_mlp as reference
 from mesp_reference import lora_linear as reference_lora
-from tests.formulas.agreement import check, draw
-from tests.formulas.masks import Mask
-from tests.formulas.subjects import Subject
+from tests.conformance.agreement import check, draw
+from tests.conformance.masks import Mask
+from tests.conformance.subjects import Subject
 
 N, D, F, R = 7, 13, 22, 3
 SCALE = 1.3

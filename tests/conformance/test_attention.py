@@ -16,8 +16,8 @@ from mesp_core.formulas import (
 )
 from mesp_reference import attention as reference
 from mesp_reference.ragged import segment_and_position
-from tests.formulas.agreement import check, draw
-from tests.formulas.subjects import Subject
+from tests.conformance.agreement import check, draw
+from tests.conformance.subjects import Subject
 
 H, K, E = 6, 2, 5
 SCALE = 0.41

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.compare import assert_close, relative_error
-from tests.formulas.naive import round_to, rounded
-from tests.formulas.subjects import Subject
-from tests.tolerances import TOLERANCES, bound
+from mesp_reference.check.compare import assert_close, relative_error
+from mesp_reference.check.naive import round_to, rounded
+from mesp_reference.check.tolerances import TOLERANCES, bound
+from tests.conformance.subjects import Subject
 
 Values = Mapping[str, np.ndarray]
 

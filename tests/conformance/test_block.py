@@ -19,15 +19,15 @@ from mesp_core.formulas import (
 )
 from mesp_core.formulas.loops import arrays_in
 from mesp_reference import block as reference
+from mesp_reference.check.naive import round_to
+from mesp_reference.check.tolerances import BLOCK
 from mesp_reference.config import DecoderConfig
 from mesp_reference.decoder import Lora, block_parameters
 from mesp_reference.random_decoder import random_frozen, random_lora
 from mesp_reference.rope import rope_frequencies
-from tests.formulas.agreement import check
-from tests.formulas.masks import POSITION, SEGMENT, Mask
-from tests.formulas.naive import round_to
-from tests.formulas.subjects import Subject
-from tests.tolerances import BLOCK
+from tests.conformance.agreement import check
+from tests.conformance.masks import POSITION, SEGMENT, Mask
+from tests.conformance.subjects import Subject
 
 SHORT = ("q", "k", "v", "o", "gate", "up", "down")
 NAMES = dict(zip(SHORT, reference.PROJECTIONS, strict=True))

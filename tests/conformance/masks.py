@@ -9,7 +9,7 @@ import numpy as np
 from mesp_core.formulas import Dropout, dropout_key
 from mesp_reference.dropout import dropout_multiplier, dropout_words
 from mesp_reference.ragged import segment_and_position
-from tests.formulas.subjects import Subject
+from tests.conformance.subjects import Subject
 
 #: Three sequences of 3, 1 and 3 tokens.
 STARTS = np.array([0, 3, 4, 7])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.formulas.naive import round_to, rounded
-from tests.formulas.subjects import CELLS, DTYPES, WITHOUT, Subject, cells
+from mesp_reference.check.naive import round_to, rounded
+from tests.conformance.subjects import CELLS, DTYPES, WITHOUT, Subject, cells
 
 NAMESPACES = ("numpy", "strict", "mlx", "mlx-cpu")
 

@@ -9,10 +9,10 @@ import pytest
 
 from mesp_core.formulas import rope_backward, rope_forward, rope_frequencies, rope_tables
 from mesp_reference import rope as reference
-from tests.compare import assert_close
-from tests.formulas.agreement import check, draw
-from tests.formulas.masks import POSITION
-from tests.formulas.subjects import Subject, cells
+from mesp_reference.check.compare import assert_close
+from tests.conformance.agreement import check, draw
+from tests.conformance.masks import POSITION
+from tests.conformance.subjects import Subject, cells
 
 N, H, E = 7, 3, 12
 THETA = 1e4

@@ -10,8 +10,8 @@ import pytest
 
 from mesp_core.formulas import dropout_key, dropout_multiplier, words_of
 from mesp_core.formulas.dropout import random_words, threefry
-from tests.formulas.masks import POSITION, SEGMENT, Mask
-from tests.formulas.subjects import Subject, library
+from tests.conformance.masks import POSITION, SEGMENT, Mask
+from tests.conformance.subjects import Subject, library
 
 WIDTH = 13
 NAMESPACES = ["numpy", "strict", "mlx", "mlx-cpu"]

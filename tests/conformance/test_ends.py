@@ -15,10 +15,10 @@ from mesp_core.formulas import (
 )
 from mesp_reference import cross_entropy as reference_loss
 from mesp_reference import embedding as reference_embedding
+from mesp_reference.check.naive import round_to
 from mesp_reference.quantization import dequantize, quantize
-from tests.formulas.agreement import check, draw
-from tests.formulas.naive import round_to
-from tests.formulas.subjects import Subject
+from tests.conformance.agreement import check, draw
+from tests.conformance.subjects import Subject
 
 N, V, D = 9, 37, 11
 TOKENS = np.array([3, 36, 0, 3, 17, 3, 36, 5, 1])

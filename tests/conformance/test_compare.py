@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mesp_core as mesp
-from tests.compare import assert_close, relative_error
-from tests.tolerances import TOLERANCES, bound
+from mesp_reference.check.compare import assert_close, relative_error
+from mesp_reference.check.tolerances import TOLERANCES, bound
 
 #: A finite bound that no finite error here exceeds.
 ANY = 1e300

@@ -13,12 +13,12 @@ from mesp_core.formulas.quantization import BITS, GROUPS, unpack
 from mesp_core.host_matrix import HostMatrix, HostRuntime
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_reference import linear as reference
+from mesp_reference.check.compare import assert_close
+from mesp_reference.check.naive import round_to
+from mesp_reference.check.tolerances import TOLERANCES
 from mesp_reference.quantization import dequantize, quantize
-from tests.compare import assert_close
-from tests.formulas.agreement import check, draw
-from tests.formulas.naive import round_to
-from tests.formulas.subjects import Subject
-from tests.tolerances import TOLERANCES
+from tests.conformance.agreement import check, draw
+from tests.conformance.subjects import Subject
 
 N, OUT = 7, 11
 QUANTIZED = [(bits, group) for bits in BITS for group in GROUPS]

@@ -8,9 +8,9 @@ import pytest
 
 from mesp_core.formulas import Projection, lora_linear_backward, lora_linear_forward
 from mesp_reference import lora_linear as reference
-from tests.formulas.agreement import check, draw
-from tests.formulas.masks import Mask
-from tests.formulas.subjects import Subject
+from tests.conformance.agreement import check, draw
+from tests.conformance.masks import Mask
+from tests.conformance.subjects import Subject
 
 N, IN, OUT, R = 7, 19, 11, 3
 SCALE = 0.7

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.formulas.subjects import CELLS, WITHOUT, Subject, cells
+from tests.conformance.subjects import CELLS, WITHOUT, Subject, cells
 
 
 @pytest.fixture(params=cells(), ids="-".join)

@@ -1,0 +1,1 @@
+"""How an implementation is compared with the reference: errors, tolerances, the naive rule."""
