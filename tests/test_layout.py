@@ -17,6 +17,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("cupy", "jax", "jaxlib", "mlx", "tensorflow", "torch")
 
+#: What each backend may import beside itself, mesp_core and NumPy.
+BACKENDS = {
+    "mesp_jax": {"jax", "ml_dtypes"},
+    "mesp_mlx": {"mlx"},
+    "mesp_torch": {"torch", "array_api_compat"},
+}
+
 #: Distributions whose import name is not their own name.
 IMPORT_NAMES = {"array-api-compat": "array_api_compat", "pyyaml": "yaml"}
 
@@ -53,8 +60,9 @@ def allowed_imports(module: str, dependencies: set[str]) -> set[str]:
         return {"mesp_reference", "mesp_core", "numpy"}
     if _within(module, "mesp_reference"):
         return {"mesp_reference", "numpy"}
-    if _within(module, "mesp_mlx"):
-        return {"mesp_mlx", "mesp_core", "mlx", "numpy"}
+    for backend, framework in BACKENDS.items():
+        if _within(module, backend):
+            return {backend, "mesp_core", "numpy"} | framework
     raise AssertionError(f"{module} has no rule: say what it may import")
 
 
@@ -114,9 +122,9 @@ def run_python(wheel: Path, code: str) -> object:
     return json.loads(done.stdout)
 
 
-def test_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_its_packages_and_nothing_else(wheel: Path) -> None:
     packages = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
-    assert packages == {"mesp_core", "mesp_mlx", "mesp_reference"}
+    assert packages == {"mesp_core", "mesp_reference", *BACKENDS}
 
 
 def test_every_module_keeps_to_its_arrows(wheel: Path) -> None:
@@ -172,7 +180,7 @@ def test_importing_everything_of_the_core_imports_no_framework(wheel: Path) -> N
     core = [name for name, _ in modules(wheel) if _within(name, "mesp_core")]
     code = f"""
 import importlib, json, sys
-for name in {core!r} + ["mesp_mlx", "mesp_reference"]:
+for name in {core!r} + ["mesp_reference", *{list(BACKENDS)!r}]:
     if not name.endswith("__main__"):
         importlib.import_module(name)
 print(json.dumps([name for name in {FRAMEWORKS!r} if name in sys.modules]))
