@@ -123,8 +123,13 @@ class Backend(ABC):
         """The length a batch of ``tokens`` is padded to; only where shapes must repeat."""
         return tokens
 
-    def first_key_tiles(self, segment: np.ndarray, window: int | None) -> Any:
-        """``AttentionPlan.first_key_tile`` of a batch, as this backend's loops want it."""
+    def first_key_tiles(self, segment: Any, window: int | None) -> Any:
+        """``AttentionPlan.first_key_tile``, as this backend's loops want it.
+
+        segment: [N] integers, a NumPy array or one of this backend's (perhaps a traced one).
+        """
+        if not isinstance(segment, np.ndarray):
+            segment = self.to_numpy(segment)
         return first_key_tiles(segment.tolist(), self.tiles.query, self.tiles.key, window)
 
     def release(self) -> None:
