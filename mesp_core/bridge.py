@@ -8,15 +8,15 @@ package turns one into a node of its own autodiff (``apply``), and offers the fu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from mesp_core.backend import Backend
 from mesp_core.bridge_kernels import (
     AttentionKernel,
     CrossEntropyKernel,
     EmbeddingKernel,
     FrozenLinearKernel,
     GatedMlpKernel,
+    Kernel,
     LoraLinearKernel,
     MatrixForm,
     ProjectionForm,
@@ -30,28 +30,6 @@ from mesp_core.formulas.dropout import dropout_key
 from mesp_core.formulas.lora_linear import Projection
 
 Array = Any
-
-
-class Kernel(Protocol):
-    """One component with its options: frozen and hashable, so that it can be a static argument."""
-
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """For each input, whether it has a gradient. The others are data, or frozen."""
-        ...
-
-    def forward(
-        self, backend: Backend, *inputs: Array, gradient: bool
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """(out, saved): saved is what ``backward`` needs beside the inputs; it may be empty
-        without ``gradient``, which says that no backward pass will follow."""
-        ...
-
-    def backward(
-        self, backend: Backend, dout: Array, saved: tuple[Array, ...], *inputs: Array
-    ) -> tuple[Array | None, ...]:
-        """A gradient for each input, in that input's dtype and shape; None where it has none."""
-        ...
 
 
 #: Runs a kernel on arrays of one framework as a node of its autodiff.
@@ -120,8 +98,8 @@ class Bridge:
             )
         if window is not None and window < 1:
             raise MespError(f"attention: a window of {window} keys sees nothing")
-        scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-        kernel = AttentionKernel(scale, window, softcap, segment is not None)
+        factor = float(q.shape[2]) ** -0.5 if scale is None else float(scale)
+        kernel = AttentionKernel(factor, window, softcap, segment is not None)
         return self._apply(kernel, q, k, v, *([] if segment is None else [segment]))
 
     def frozen_linear(
@@ -131,7 +109,7 @@ class Bridge:
 
         Differentiable in x; weight and bias are frozen.
         """
-        form, arrays = _flat(Projection(weight, bias))
+        form, arrays = _flat(weight, bias)
         _check_width("frozen_linear", x, form.matrix.width(arrays))
         return self._apply(FrozenLinearKernel(form), x, *arrays)
 
@@ -157,7 +135,7 @@ class Bridge:
         """
         if not 0.0 <= dropout < 1.0:
             raise MespError(f"dropout must be in [0, 1), not {dropout}")
-        form, arrays = _flat(Projection(weight, bias, lora_a, lora_b, float(scale)))
+        form, arrays = _flat(weight, bias, lora_a, lora_b, scale)
         _check_width("lora_linear", x, form.matrix.width(arrays))
         key = dropout_key(seed, step, 0, 0) if dropout else (0, 0)
         return self._apply(LoraLinearKernel(form, float(dropout), key), x, *arrays)
@@ -179,7 +157,7 @@ class Bridge:
         """
         if activation not in ACTIVATIONS:
             raise MespError(f"unknown activation {activation!r}; choose from {ACTIVATIONS}")
-        flat = [_flat(projection) for projection in (gate, up, down)]
+        flat = [_flat(p.weight, p.bias, p.lora_a, p.lora_b, p.scale) for p in (gate, up, down)]
         _check_width("gated_mlp", x, flat[0][0].matrix.width(flat[0][1]))
         kernel = GatedMlpKernel(flat[0][0], flat[1][0], flat[2][0], activation)
         return self._apply(kernel, x, *(array for _, arrays in flat for array in arrays))
@@ -198,7 +176,7 @@ class Bridge:
         x: [N, D]; weight: [V, D] dense or quantised, frozen; targets: [N] integers; weights: [N]
         or None for ones. normalizer: the sum of the weights by default. Differentiable in x.
         """
-        form, arrays = _flat(Projection(weight))
+        form, arrays = _flat(weight)
         _check_width("linear_cross_entropy", x, form.matrix.width(arrays))
         kernel = CrossEntropyKernel(
             form.matrix, weights is not None, None if normalizer is None else float(normalizer)
@@ -207,21 +185,24 @@ class Bridge:
         return self._apply(kernel, x, targets, *given, *arrays)
 
 
-def _flat(projection: Projection) -> tuple[ProjectionForm, tuple[Array, ...]]:
+def _flat(
+    weight: Any,
+    bias: Array | None = None,
+    lora_a: Array | None = None,
+    lora_b: Array | None = None,
+    scale: float = 1.0,
+) -> tuple[ProjectionForm, tuple[Array, ...]]:
     """What is known of a projection without its arrays, and the arrays."""
-    weight: Any = projection.weight
-    if (projection.lora_a is None) != (projection.lora_b is None):
+    if (lora_a is None) != (lora_b is None):
         raise MespError("an adapter needs both lora_a and lora_b")
     if isinstance(weight, Quantized):
+        matrix = MatrixForm(weight.bits, weight.group)
         arrays = (weight.codes, weight.scales, weight.biases)
-        form = MatrixForm(weight.bits, weight.group)
     else:
-        arrays, form = (weight,), MatrixForm()
-    rest = (projection.bias, projection.lora_a, projection.lora_b)
-    present = tuple(array for array in rest if array is not None)
-    return ProjectionForm(
-        form, projection.bias is not None, projection.lora_a is not None, projection.scale
-    ), (*arrays, *present)
+        matrix, arrays = MatrixForm(), (weight,)
+    present = tuple(array for array in (bias, lora_a, lora_b) if array is not None)
+    form = ProjectionForm(matrix, bias is not None, lora_a is not None, float(scale))
+    return form, (*arrays, *present)
 
 
 def _check_width(what: str, x: Array, width: int) -> None:

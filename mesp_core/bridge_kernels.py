@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,28 @@ from mesp_core.formulas.rms_norm import RmsNormSaved
 
 Array = Any
 Gradients = tuple[Array | None, ...]
+
+
+class Kernel(ABC):
+    """One component with its options: frozen and hashable, so that it can be a static argument."""
+
+    @property
+    @abstractmethod
+    def differentiable(self) -> tuple[bool, ...]:
+        """For each input, whether it has a gradient. The others are data, or frozen."""
+
+    @abstractmethod
+    def forward(
+        self, backend: Backend, *inputs: Any, gradient: bool
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """(out, saved): saved is what ``backward`` needs beside the inputs; it may be empty
+        without ``gradient``, which says that no backward pass will follow."""
+
+    @abstractmethod
+    def backward(
+        self, backend: Backend, dout: Array, saved: tuple[Array, ...], *inputs: Any
+    ) -> Gradients:
+        """A gradient for each input, in that input's dtype and shape; None where it has none."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +118,16 @@ class ProjectionForm:
         frozen = (None,) * (self.matrix.count + self.biased)
         if gradients is None:
             return frozen
-        a, b = projection.lora_a, projection.lora_b
+        a: Any = projection.lora_a
+        b: Any = projection.lora_b
         return (*frozen, cast(gradients.da, a.dtype, xp), cast(gradients.db, b.dtype, xp))
 
 
 @dataclass(frozen=True)
-class EmbeddingKernel:
-    differentiable = (False, True)
+class EmbeddingKernel(Kernel):
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        return False, True
 
     def forward(
         self, backend: Backend, tokens: Array, table: Array, *, gradient: bool
@@ -118,11 +144,13 @@ class EmbeddingKernel:
 
 
 @dataclass(frozen=True)
-class RmsNormKernel:
+class RmsNormKernel(Kernel):
     eps: float
     plus_one: bool
 
-    differentiable = (True, True)
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        return True, True
 
     def forward(
         self, backend: Backend, x: Array, weight: Array, *, gradient: bool
@@ -140,10 +168,12 @@ class RmsNormKernel:
 
 
 @dataclass(frozen=True)
-class RopeKernel:
+class RopeKernel(Kernel):
     interleaved: bool
 
-    differentiable = (True, False, False)
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        return True, False, False
 
     def forward(
         self, backend: Backend, x: Array, cos: Array, sin: Array, *, gradient: bool
@@ -159,7 +189,7 @@ class RopeKernel:
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
+class AttentionKernel(Kernel):
     scale: float
     window: int | None
     softcap: float | None
@@ -204,7 +234,7 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True)
-class FrozenLinearKernel:
+class FrozenLinearKernel(Kernel):
     form: ProjectionForm
 
     @property
@@ -228,7 +258,7 @@ class FrozenLinearKernel:
 
 
 @dataclass(frozen=True)
-class LoraLinearKernel:
+class LoraLinearKernel(Kernel):
     """key: of the dropout mask (two words), unused where ``rate`` is 0."""
 
     form: ProjectionForm
@@ -271,7 +301,7 @@ class LoraLinearKernel:
 
 
 @dataclass(frozen=True)
-class GatedMlpKernel:
+class GatedMlpKernel(Kernel):
     gate: ProjectionForm
     up: ProjectionForm
     down: ProjectionForm
@@ -319,7 +349,7 @@ class GatedMlpKernel:
 
 
 @dataclass(frozen=True)
-class CrossEntropyKernel:
+class CrossEntropyKernel(Kernel):
     matrix: MatrixForm
     weighted: bool
     normalizer: float | None
