@@ -1,0 +1,63 @@
+"""The bridge's kernels as nodes of MLX's autodiff."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mesp_core.bridge_kernels import Kernel
+from mesp_core.errors import MespError
+from mesp_mlx.mlx_backend import MlxBackend
+
+
+def apply(kernel: Kernel, *inputs: mx.array) -> mx.array:
+    """``kernel`` on MLX arrays, differentiable by ``mx.grad`` and ``mx.vjp``.
+
+    The passes compute at once, tile by tile, so they cannot run inside ``mx.compile`` or
+    ``mx.vmap``; there they raise MespError.
+    """
+    for array in inputs:
+        if not isinstance(array, mx.array):
+            raise MespError(
+                f"a kernel of MLX got an array of {type(array).__module__}; arrays of two "
+                "libraries cannot be mixed: convert it with mx.array first"
+            )
+    try:
+        return _node(kernel)(*inputs)[0]
+    except ValueError as error:
+        if "during function transformations" not in str(error):
+            raise
+        raise MespError(
+            "MeSP's kernels compute tile by tile and cannot be traced by mx.compile or mx.vmap; "
+            "call them outside"
+        ) from error
+
+
+@cache
+def _backend() -> MlxBackend:
+    return MlxBackend.on(None)
+
+
+def _node(kernel: Kernel) -> Any:
+    """MLX shows a vjp the primals, cotangents and outputs only, so what is saved is returned as
+    further outputs, whose cotangents nothing reads."""
+    backend = _backend()
+
+    @mx.custom_function
+    def node(*inputs: mx.array) -> list[mx.array]:
+        out, saved = kernel.forward(backend, *inputs, gradient=True)
+        return [out, *saved]
+
+    @node.vjp
+    def node_vjp(
+        inputs: tuple[mx.array, ...], cotangents: list[mx.array], outputs: list[mx.array]
+    ) -> list[mx.array]:
+        gradients = kernel.backward(backend, cotangents[0], tuple(outputs[1:]), *inputs)
+        return [
+            mx.zeros_like(array) if gradient is None else gradient
+            for array, gradient in zip(inputs, gradients, strict=True)
+        ]
+
+    return node
