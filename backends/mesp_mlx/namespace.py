@@ -7,6 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+#: MLX never warns of infinities and NaN; and NumPy's product of small float32 matrices now and
+#: then reports an invalid value where there is none (it depends on what lies behind them).
+_SILENT: Any = {"over": "ignore", "under": "ignore", "invalid": "ignore", "divide": "ignore"}
+
 #: Dtypes whose MLX arrays NumPy can view without a copy (it has no bfloat16).
 _VIEWABLE = {
     mx.float32: np.float32,
@@ -87,16 +91,19 @@ class CpuNamespace(MlxNamespace):
         """a @ b, both of one dtype; batches broadcast."""
         if not self._products or a.dtype not in _VIEWABLE or a.dtype != b.dtype:
             return mx.matmul(a, b)
-        return mx.array(np.matmul(host_view(a), host_view(b)), dtype=a.dtype)
+        with np.errstate(**_SILENT):
+            return mx.array(np.matmul(host_view(a), host_view(b)), dtype=a.dtype)
 
 
 def _elementwise(fast: Any, plain: Any, x: mx.array) -> mx.array:
     if x.dtype not in _VIEWABLE:
         return plain(x)
-    return mx.array(fast(host_view(x)), dtype=x.dtype)
+    with np.errstate(**_SILENT):
+        return mx.array(fast(host_view(x)), dtype=x.dtype)
 
 
 def _reduced(fast: Any, plain: Any, x: mx.array, axis: Any, keepdims: bool) -> mx.array:
     if x.dtype not in (mx.float32, mx.float64):
         return plain(x, axis=axis, keepdims=keepdims)
-    return mx.array(fast(host_view(x), axis=axis, keepdims=keepdims), dtype=x.dtype)
+    with np.errstate(**_SILENT):
+        return mx.array(fast(host_view(x), axis=axis, keepdims=keepdims), dtype=x.dtype)
