@@ -102,8 +102,10 @@ class _Outcome:
 class Trainer:
     """Trains ``model.parameters`` on batches.
 
-    validation: batches whose loss is reported. save: called with the iteration to write a
-    checkpoint; returns its path. stop: asked between steps whether to end early.
+    schedule: the learning rate of each update of this run, counted from 0 whatever
+    ``options.start`` is. validation: batches whose loss is reported. save: called with the
+    iteration to write a checkpoint; returns its path. stop: asked between steps whether to end
+    early.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Trainer:
         optimizer: Optimizer,
         options: TrainingOptions,
         *,
-        schedule: Schedule | None = None,
+        schedule: Callable[[int], float] | None = None,
         validation: Sequence[Batch] = (),
         callback: TrainingCallback | None = None,
         save: Callable[[int], Any] | None = None,
@@ -192,10 +194,11 @@ class Trainer:
         """One update from the batches of ``window``, or the reason why there is none."""
         summary = self.summary
         begun = time.perf_counter()
-        # Dropout and the schedule count updates tried, so that a skipped one shifts nothing.
-        number = summary.iteration // self.options.accumulation
-        self.model.step = number
-        self.optimizer.learning_rate = self._schedule(number)
+        # Both count updates tried, so that a skipped one shifts nothing: dropout those of earlier
+        # runs too, for masks of its own, and the schedule those of this run.
+        start, size = self.options.start, self.options.accumulation
+        self.model.step = summary.iteration // size
+        self.optimizer.learning_rate = self._schedule((summary.iteration - start) // size)
         weight = sum(float(batch.weights.sum()) for batch in window)
         if not weight:
             outcome = _Outcome(0.0, 0, "all_masked", "every target is masked: no update")

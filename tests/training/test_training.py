@@ -236,7 +236,7 @@ def test_case_20_four_steps_equal_two_plus_two_bit_for_bit(
 
     def go_on(model: Model, optimizer: AdamW, iterations: int, start: int) -> None:
         options = TrainingOptions(iterations=iterations, start=start)
-        trainer = Trainer(model, optimizer, options, schedule=schedule)
+        trainer = Trainer(model, optimizer, options, schedule=lambda n: schedule(start + n))
         trainer.run(Batches(rows, 2, seed=1).stream(start))
 
     go_on(whole, AdamW(0.05), 4, 0)
@@ -341,6 +341,20 @@ def test_the_schedule_counts_updates(open_tiny: OpenTiny) -> None:
     schedule = Schedule(0.4, "cosine", warmup=1, decay=2, end=0.1)
     train(open_tiny(), batches, Watching(9.0), accumulation=2, schedule=schedule)
     assert rates == pytest.approx([0.2, 0.4, 0.25])
+
+
+def test_the_schedule_of_a_resumed_run_starts_anew(open_tiny: OpenTiny) -> None:
+    batches = [Batch.from_sequences([row]) for row in sequences(4)]
+    _, recorder = train(
+        open_tiny(),
+        batches,
+        accumulation=2,
+        start=61,
+        report_every=1,
+        schedule=Schedule(0.4, "cosine", decay=2),
+    )
+    rates = [info["learning_rate"] for info in recorder.of("train")]
+    assert rates == pytest.approx([0.4, 0.2])
 
 
 def test_schedules() -> None:
