@@ -94,11 +94,17 @@ class Batch:
     def check_vocabulary(self, vocabulary: int) -> None:
         """Raises MespError when a token or target is not below ``vocabulary``."""
         for name, ids in (("token", self.tokens), ("target", self.targets)):
-            if ids.size and int(ids.max()) >= vocabulary:
-                raise MespError(
-                    f"{name} id {int(ids.max())} is not below the model's vocabulary size "
-                    f"{vocabulary}; was the text encoded with another model's tokenizer?"
-                )
+            if ids.size:
+                check_id(int(ids.max()), vocabulary, name)
+
+
+def check_id(largest: int, vocabulary: int, what: str = "token") -> None:
+    """Raises MespError when the largest of some ids is not below ``vocabulary``."""
+    if largest >= vocabulary:
+        raise MespError(
+            f"{what} id {largest} is not below the model's vocabulary size {vocabulary}; "
+            "was the text encoded with another model's tokenizer?"
+        )
 
 
 def _ids(row: Sequence[int], place: int) -> np.ndarray:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mesp_core.batch import Batch
+from mesp_core.batch import Batch, check_id
 from mesp_core.errors import MespError, UnsupportedError
 from mesp_core.files.tokenizer import Tokenizer
 
 #: One part in so many is held out for validation where the data has no split of its own.
 _HELD_OUT = 10
 
-_SPLITS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 
 Row = list[int]
 
@@ -31,8 +31,19 @@ class Corpus:
     test: list[Row] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raises MespError when a row holds an id that is not below ``vocabulary``, now rather
+        than when its batch comes up."""
+        for row in (*self.train, *self.valid, *self.test):
+            check_id(max(row), vocabulary)
 
-def load_corpus(source: str | Path | None, tokenizer: Tokenizer, max_length: int) -> Corpus:
+
+def load_corpus(
+    source: str | Path | None,
+    tokenizer: Tokenizer,
+    max_length: int,
+    splits: Collection[str] = SPLITS,
+) -> Corpus:
     """Reads and tokenises text.
 
     source: a ``.txt`` file (its last tenth is held out for validation), a folder of
@@ -40,6 +51,7 @@ def load_corpus(source: str | Path | None, tokenizer: Tokenizer, max_length: int
         ``text`` a line, or None for the documentation topics that come with Python.
     max_length: T, the most tokens of a row. A longer text becomes several rows, each starting
         with the last id of the one before, so that every token is a target exactly once.
+    splits: the files of a folder that are read; the others may be missing or broken.
     The end-of-sequence token is added to each text where it is missing. Texts of fewer than two
     ids have nothing to predict: they are left out and counted in ``notes``.
     Raises MespError for missing, empty or malformed data, naming file and line;
@@ -51,7 +63,7 @@ def load_corpus(source: str | Path | None, tokenizer: Tokenizer, max_length: int
         return _topics(tokenizer, max_length)
     path = Path(source)
     if path.is_dir():
-        return _folder(path, tokenizer, max_length)
+        return _folder(path, tokenizer, max_length, splits)
     if path.suffix.lower() == ".txt":
         return _text_file(path, tokenizer, max_length)
     if not path.exists():
@@ -81,18 +93,17 @@ def _text_file(path: Path, tokenizer: Tokenizer, max_length: int) -> Corpus:
     return Corpus(windows(ids[:-held_out], max_length), windows(ids[-held_out:], max_length))
 
 
-def _folder(folder: Path, tokenizer: Tokenizer, max_length: int) -> Corpus:
-    rows: dict[str, list[Row]] = {}
+def _folder(folder: Path, tokenizer: Tokenizer, max_length: int, splits: Collection[str]) -> Corpus:
+    rows: dict[str, list[Row]] = {split: [] for split in SPLITS}
     notes: list[str] = []
-    for split in _SPLITS:
+    for split in splits:
         path = folder / f"{split}.jsonl"
         if split != "train" and not path.exists():
-            rows[split] = []
             continue
         rows[split], skipped = _records(path, tokenizer, max_length)
         if skipped:
             notes.append(f"{path}: {skipped} record(s) of fewer than 2 tokens left out")
-    if not rows["valid"]:
+    if "valid" in splits and not rows["valid"]:
         notes.append(f"{folder} has no valid.jsonl: training without validation")
     return Corpus(rows["train"], rows["valid"], rows["test"], tuple(notes))
 

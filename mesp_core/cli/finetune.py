@@ -12,7 +12,7 @@ from mesp_core.adapters import adapter_tensors, save_adapter, save_tensors
 from mesp_core.callbacks import Callbacks, MetricsFile
 from mesp_core.cli import settings
 from mesp_core.cli.display import Display
-from mesp_core.cli.job import Job, open_job, open_model
+from mesp_core.cli.job import Job, open_corpus, open_job, open_model
 from mesp_core.cli.output import (
     check_file,
     environment,
@@ -20,7 +20,7 @@ from mesp_core.cli.output import (
     write_json,
 )
 from mesp_core.cli.report import conclude, introduce, losses_of, report
-from mesp_core.data import Batches, load_corpus
+from mesp_core.data import Batches
 from mesp_core.decoder import evaluate
 from mesp_core.errors import MespError, NonFiniteError
 from mesp_core.generation import continuation
@@ -196,9 +196,7 @@ def _only_test(options: argparse.Namespace) -> int:
     """``--test`` without ``--train``: the loss of the saved adapter, as in mlx-lm."""
     model = open_model(options, None, options.adapter_path)
     tokenizer = model.checkpoint.tokenizer()
-    corpus = load_corpus(options.data, tokenizer, options.max_seq_length)
-    if not corpus.test:
-        raise MespError(f"--test needs a test set: no records in {options.data}/test.jsonl")
+    corpus = open_corpus(options, model, tokenizer, ("test",))
     rows = Batches(corpus.test, options.batch_size).fixed(options.test_batches)
     loss = _test_loss(model, rows)
     write_json(

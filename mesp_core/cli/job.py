@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,28 @@ def open_job(options: argparse.Namespace, folder: Path) -> Job:
         start = last_number([folder, path if path.is_dir() else path.parent])
         print(f"Starting from {path}: its weights, a new optimizer.")
     tokenizer = model.checkpoint.tokenizer()
-    corpus = load_corpus(options.data, tokenizer, options.max_seq_length)
-    if options.test and not corpus.test:
-        raise MespError(f"--test needs a test set: no records in {options.data}/test.jsonl")
+    splits = ("train", "valid", "test") if options.test else ("train", "valid")
+    corpus = open_corpus(options, model, tokenizer, splits)
+    return Job(options, folder, model, tokenizer, corpus, start)
+
+
+def open_corpus(
+    options: argparse.Namespace, model: Model, tokenizer: Tokenizer, splits: Collection[str]
+) -> Corpus:
+    """The text of these splits, every id of which the model knows. Warns of what was left out.
+
+    Raises MespError when the test split is wanted and there is none.
+    """
+    corpus = load_corpus(options.data, tokenizer, options.max_seq_length, splits)
+    if "test" in splits and not corpus.test:
+        where = "name its folder with --data"
+        if options.data is not None:
+            where = f"no records in {Path(options.data) / 'test.jsonl'}"
+        raise MespError(f"--test needs a test set: {where}")
+    corpus.check_vocabulary(model.config.vocab)
     for note in corpus.notes:
         print(f"mesp: warning: {note}", file=sys.stderr)
-    return Job(options, folder, model, tokenizer, corpus, start)
+    return corpus
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:

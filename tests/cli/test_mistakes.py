@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiny import Tensors, sequences, text, write_data, write_model
+from tests.tiny import Tensors, counting, sequences, text, write_data, write_model
 
 Run = Callable[..., Any]
 
@@ -92,10 +92,25 @@ def test_weights_that_are_not_numbers(
     check(finetune(model=model), name, "NaN")
 
 
-def test_a_token_beyond_the_vocabulary(finetune: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_token_beyond_the_vocabulary(finetune: Run, tmp_path: Path, split: str) -> None:
+    """Told before anything is trained, wherever it is."""
     model = write_model(tmp_path / "small", words=40)
-    data = write_data(tmp_path / "data", train=[[3, 4, 5]], valid=[[3, 35, 4]])
-    check(finetune(model=model, data=data), "id 35", "vocabulary size 31")
+    rows = {"train": counting(30), "valid": counting(2), "test": counting(2)}
+    data = write_data(tmp_path / "data", **(rows | {split: [*rows[split], [3, 35, 4]]}))
+    outcome = finetune("--train", "--test", model=model, data=data)
+    check(outcome, "id 35", "vocabulary size 31")
+    assert "Iter" not in outcome.out and not (tmp_path / "adapters").exists()
+
+
+def test_a_broken_test_set_stops_only_who_asks_for_it(finetune: Run, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data", train=counting(3), valid=counting(2))
+    (data / "test.jsonl").write_text("{bad\n")
+    check(finetune("--train", "--test", data=data), "test.jsonl:1: not valid JSON")
+    assert finetune(data=data).status == 0
+    write_data(data, test=counting(2))
+    (data / "train.jsonl").write_text("{bad\n")
+    assert finetune("--test", data=data).status == 0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,8 @@ def test_data_that_is_missing(finetune: Run, tmp_path: Path, data: Path) -> None
     check(finetune(data=tmp_path / "nowhere"), "no data at", "nowhere")
     check(finetune("--test", data=tmp_path), "no adapter folder")
     empty = write_data(tmp_path / "no-test", train=sequences(2))
-    check(finetune("--train", "--test", data=empty), "--test needs a test set")
+    check(finetune("--train", "--test", data=empty), "--test needs a test set", "test.jsonl")
+    check(finetune("--train", "--test", data=None), "--test needs a test set", "--data")
 
 
 @pytest.mark.parametrize(
