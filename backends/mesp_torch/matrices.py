@@ -1,0 +1,155 @@
+"""Frozen matrices that torch itself multiplies, in the form in which they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from mesp_core.formulas.frozen_matrix import (
+    DenseMatrix,
+    QuantizedMatrix,
+    rows_per_tile,
+    tiled_matmul,
+    tiled_matmul_t,
+)
+from mesp_core.formulas.loops import Loops
+from mesp_core.formulas.precision import accumulation_dtype
+from mesp_core.stored_matrix import StoredMatrix
+
+
+@dataclass(frozen=True)
+class Native:
+    """How matrices are multiplied.
+
+    product: the dtype of both factors, summed by torch in float32; None for the accumulation
+    dtype of the input, which is also what every result is in.
+    """
+
+    device: torch.device
+    product: torch.dtype | None
+    tile_weights: int
+    xp: Any = field(repr=False)
+    loops: Loops = field(repr=False)
+
+    def load(self, stored: StoredMatrix) -> NativeMatrix:
+        """The stored form on the device, rows in logical order; quantised weights stay quantised.
+
+        On a CPU the bytes of the file are used where they lie, unless rows must be reordered.
+        """
+        if stored.quantized:
+            words, scales, biases = stored.packed()
+            return NativeMatrix(
+                QuantizedMatrix(
+                    self._tensor(words.view(np.uint8)),
+                    self._tensor(scales),
+                    self._tensor(biases),
+                    stored.bits,
+                    stored.group,
+                    self.xp,
+                    self.loops,
+                ),
+                self,
+            )
+        values = stored.values
+        if stored.row_order is not None:
+            values = stored.resident(np.empty).values
+        assert values is not None
+        return NativeMatrix(DenseMatrix(self._tensor(values), self.xp, self.loops), self)
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        tensor = host_tensor(values)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+@dataclass(frozen=True)
+class NativeMatrix:
+    """A matrix of the formulas, multiplied as ``how`` says.
+
+    A dense one in the dtype of the product is multiplied as it is; any other is dequantised or
+    cast a tile at a time.
+    """
+
+    matrix: DenseMatrix | QuantizedMatrix
+    how: Native
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        how = self.how
+        if self._needs_tiles(x):
+            return tiled_matmul(self, x, how.xp, how.loops, how.tile_weights)
+        return self._product(x, transpose=True)
+
+    def matmul_t(self, dy: torch.Tensor) -> torch.Tensor:
+        how = self.how
+        if self._needs_tiles(dy):
+            return tiled_matmul_t(self, dy, how.xp, how.loops, how.tile_weights)
+        return self._product(dy, transpose=False)
+
+    def tile(self, i: int, size: int, axis: int) -> NativeMatrix:
+        return NativeMatrix(self.matrix.tile(i, size, axis), self.how)
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.matrix.take(rows)
+
+    def _product(self, x: torch.Tensor, *, transpose: bool) -> torch.Tensor:
+        result = accumulation_dtype(x.dtype, self.how.xp)
+        dtype = self.how.product or result
+        weights = self._dense(result).to(dtype)
+        product = torch.matmul(x.to(dtype), weights.T if transpose else weights)
+        return product.to(result)
+
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(self.matrix, DenseMatrix):
+            return self.matrix.values
+        return self.matrix.dense(dtype).values
+
+    def _needs_tiles(self, x: torch.Tensor) -> bool:
+        rows, width = self.shape
+        if rows <= rows_per_tile(width, self.how.tile_weights):
+            return False
+        dtype = self.how.product or accumulation_dtype(x.dtype, self.how.xp)
+        return isinstance(self.matrix, QuantizedMatrix) or self.matrix.values.dtype != dtype
+
+
+@dataclass(frozen=True)
+class NativeStreamed:
+    """A matrix in a mapped file: a product reads all of it, a tile its bytes, ``take`` its rows.
+
+    What was read lives as long as the product or the tile.
+    """
+
+    stored: StoredMatrix
+    how: Native
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return self.how.load(self.stored).matmul(x)
+
+    def matmul_t(self, dy: torch.Tensor) -> torch.Tensor:
+        return self.how.load(self.stored).matmul_t(dy)
+
+    def tile(self, i: int, size: int, axis: int) -> NativeMatrix:
+        lo, hi = i * size, min((i + 1) * size, self.shape[axis])
+        return self.how.load(self.stored.rows(lo, hi) if axis == 0 else self.stored.columns(lo, hi))
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.stored.take(rows.cpu().numpy())).to(self.how.device)
+
+
+def host_tensor(values: np.ndarray) -> torch.Tensor:
+    """The same bytes as a tensor on the host, nothing copied; uint16 holds bfloat16.
+
+    Through DLPack, because ``torch.from_numpy`` warns of arrays that may not be written, as views
+    of a mapped file are. Nothing here writes into one.
+    """
+    tensor = torch.from_dlpack(values)
+    return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor

@@ -1,0 +1,238 @@
+"""The PyTorch backend on one device. Only ``mesp_torch.backend(device)`` imports this module."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cached_property, wraps
+from typing import Any
+
+import numpy as np
+
+from mesp_core.backend import Backend, MemoryReport, TileSizes
+from mesp_core.errors import BackendUnavailableError, MespError
+from mesp_core.formulas.dropout import words_of
+from mesp_core.formulas.frozen_matrix import FrozenMatrix
+from mesp_core.formulas.loops import EagerLoops, arrays_in
+from mesp_core.host_matrix import HostMatrix, HostRuntime
+from mesp_core.operations import Component, Operations, formula_operations
+from mesp_core.stored_matrix import StoredMatrix
+
+if importlib.util.find_spec("torch") is None:
+    raise BackendUnavailableError("PyTorch is not installed; pip install 'mesp[torch]'")
+
+import torch
+
+from mesp_torch.activations import native_activations
+from mesp_torch.attention import FlashAttention, unusable
+from mesp_torch.matrices import Native, NativeStreamed
+from mesp_torch.namespace import TorchNamespace
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
+
+#: How much faster than float32 a bfloat16 product must be found to be before it is used.
+_WORTH = 1.3
+
+
+class TorchBackend(Backend):
+    """native: weights are multiplied by torch in their stored form on the device, as GPUs want
+    it; otherwise they are decoded tile by tile on the host, as CPUs want it. Chosen by the device.
+
+    bf16_products: whether a CPU multiplies dense bfloat16 weights of a bfloat16 model in
+    bfloat16; None to find out by trying, once, when the first such weight is met.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        native: bool,
+        bf16_products: bool | None = None,
+        tiles: TileSizes | None = None,
+    ) -> None:
+        self.device = device
+        self.native = native
+        self.tiles = tiles or TileSizes()
+        self.xp: Any = TorchNamespace(torch.device(device))
+        self.loops = EagerLoops()
+        self.words = words_of(self.xp, masked=True)
+        self.ops = self._operations().only_arrays(torch.Tensor)
+        self._device = torch.device(device)
+        self._bf16_products = bf16_products
+        self._runtime = HostRuntime(self.xp, self.loops, _new_buffer, self.tiles.weights)
+
+    @classmethod
+    def on(cls, device: str | None) -> TorchBackend:
+        """The backend for a device by torch's name, or None for the best of what is there."""
+        if device is None:
+            device = next((kind for kind in ("cuda", "mps") if _absence(kind) is None), "cpu")
+        reason = _absence(device)
+        if reason is not None:
+            raise BackendUnavailableError(reason)
+        return cls(device, native=device != "cpu")
+
+    def _operations(self) -> Operations:
+        ops = formula_operations(self.xp, self.loops, native_activations())
+        ops = Operations(
+            **{item.name: _plain(getattr(ops, item.name), self.device) for item in fields(ops)}
+        )
+        reason = unusable(torch.device(self.device))
+        if reason is None:
+            ops = ops.with_component(FlashAttention.instead_of(ops.attention))
+        else:
+            ops.attention.reason = f"tiles: {reason}"
+        products = (
+            "products by torch in the stored form, dequantised by tile"
+            if self.native
+            else "weights decoded by tile on the host"
+        )
+        for name in ("lora_linear", "linear_cross_entropy", "frozen_linear"):
+            getattr(ops, name).reason = f"the formula, {products}"
+        ops.gated_mlp.reason = f"the formula, SiLU and its slope by torch's kernels, {products}"
+        ops.rms_norm.reason = "torch's fused forward is no faster than the formula on a CPU"
+        ops.rope.reason = "torch has no kernel of its own"
+        ops.embedding.reason = "the rows named are read from the file, no others"
+        return ops
+
+    def run(self, stage: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
+        with torch.no_grad():
+            return super().run(stage, *arguments, **static)
+
+    def stage(self, *trees: Any) -> None:
+        """torch computes at once. What was computed from a tensor that requires gradients, such
+        as a parameter of the caller's, is cut off from its graph."""
+        for array in arrays_in(list(trees)):
+            if array.grad_fn is not None:
+                array.detach_()
+
+    def to_numpy(self, array: torch.Tensor) -> np.ndarray:
+        array = array.detach()
+        if array.dtype in (torch.bfloat16, torch.float16):
+            array = array.float()
+        return np.array(array.cpu().numpy())
+
+    def from_numpy(self, array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
+        name = array.dtype.name if dtype is None else dtype
+        return torch.tensor(array).to(device=self._device, dtype=self.dtype(name))
+
+    def dtype(self, name: str) -> Any:
+        if name not in _DTYPES or (name == "float64" and self.device == "mps"):
+            raise MespError(f"torch on {self.device} has no {name}")
+        return getattr(torch, name)
+
+    def dtype_name(self, array: torch.Tensor) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def default_dtype(self, stored: str) -> str:
+        if self.device == "cpu":
+            return "float64" if stored == "float64" else "float32"
+        return "float32" if stored == "float64" and self.device == "mps" else stored
+
+    def frozen(self, stored: StoredMatrix, dtype: str, residency: str) -> FrozenMatrix:
+        if self.native:
+            how = self._how(torch.bfloat16 if dtype == "bfloat16" else None)
+            return NativeStreamed(stored, how) if residency == "streamed" else how.load(stored)
+        if residency == "resident":
+            stored = stored.resident(np.empty)
+        dense = stored.dtype == "bfloat16" and not stored.quantized and stored.row_order is None
+        if dense and dtype == "bfloat16" and self.multiplies_bf16:
+            return self._how(torch.bfloat16).load(stored)
+        return HostMatrix(stored, np.float64 if dtype == "float64" else np.float32, self._runtime)
+
+    def _how(self, product: torch.dtype | None) -> Native:
+        return Native(self._device, product, self.tiles.weights, self.xp, self.loops)
+
+    @cached_property
+    def multiplies_bf16(self) -> bool:
+        """Whether this CPU multiplies bfloat16 so much faster than float32 that it is used."""
+        if self._bf16_products is not None:
+            return self._bf16_products
+        return _seconds(torch.bfloat16) * _WORTH < _seconds(torch.float32)
+
+    def memory(self) -> MemoryReport:
+        if self._device.type == "cuda":
+            active = torch.cuda.memory_allocated(self._device)
+            cache = torch.cuda.memory_reserved(self._device) - active
+            return MemoryReport(active, cache, torch.cuda.max_memory_allocated(self._device))
+        if self._device.type == "mps":
+            active = torch.mps.current_allocated_memory()
+            return MemoryReport(active, torch.mps.driver_allocated_memory() - active, None)
+        return MemoryReport(None, None, None)
+
+    def reset_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._device.type == "mps":
+            torch.mps.empty_cache()
+
+    def round_stochastic(self, x: torch.Tensor, words: torch.Tensor, dtype: str) -> torch.Tensor:
+        if dtype != "bfloat16":
+            raise MespError(f"stochastic rounding to {dtype} is not supported, only to bfloat16")
+        bits = x.detach().to(torch.float32).view(torch.int32).to(torch.int64)
+        cut = (bits + (words & 0xFFFF)) & 0xFFFF0000
+        # The same 32 bits as a signed number.
+        cut = (cut ^ 0x80000000) - 0x80000000
+        return cut.to(torch.int32).view(torch.float32).to(torch.bfloat16)
+
+    def versions(self) -> dict[str, str]:
+        blas = "MKL" if torch.backends.mkl.is_available() else "torch's own"
+        found = {"torch": torch.__version__, "numpy": np.__version__, "blas": blas}
+        if self._device.type == "cuda":
+            found["cuda"] = str(torch.version.cuda)
+            found["gpu"] = torch.cuda.get_device_name(self._device)
+        return found
+
+
+def _absence(device: str) -> str | None:
+    """Why ``device`` cannot be used; None when it can."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdecimal())):
+        return f"torch has no device {device!r} here; choose cpu, cuda, cuda:N or mps"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA GPU; use torch:cpu, or a CUDA build"
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        return f"there is no {device}: torch finds {torch.cuda.device_count()} CUDA GPUs"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        return "torch finds no MPS device, which needs macOS on Apple silicon; use torch:cpu"
+    return None
+
+
+def _plain(component: Component, device: str) -> Component:
+    return replace(
+        component,
+        run_forward=_computing(component.run_forward, device),
+        run_backward=_computing(component.run_backward, device),
+    )
+
+
+def _computing(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """``function`` with autograd off, and autocast, whose casts the formulas do not know."""
+    kind = device.partition(":")[0]
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            return function(*args, **options)
+
+    return call
+
+
+def _new_buffer(shape: tuple[int, int], dtype: Any) -> tuple[torch.Tensor, np.ndarray]:
+    view = np.empty(shape, dtype)
+    return torch.from_numpy(view), view
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The best of three products of a size met in models."""
+    x, weights = torch.ones(128, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.matmul(x, weights.T)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
