@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mesp_core.backend import Backend
-from mesp_core.errors import MespError
+from mesp_core.errors import MespError, NonFiniteError
 from mesp_core.formulas.dropout import random_words, threefry
 from mesp_core.formulas.precision import cast, wide
 from mesp_core.model import Model
@@ -47,8 +47,18 @@ class Optimizer(ABC):
         """Moves ``model.parameters[name]`` for each name in ``gradients``; others stay.
 
         The gradients may be those of one block, and are not written into.
-        Raises MespError for a name or shape that no parameter has.
+        Raises MespError for a name or shape that no parameter has, NonFiniteError when a parameter
+        would become NaN or infinite. After an exception every parameter is as it was; moments may
+        have moved.
         """
+        before = dict(model.parameters)
+        try:
+            self._update_all(model, gradients)
+        except BaseException:
+            model.parameters = before
+            raise
+
+    def _update_all(self, model: Model, gradients: Mapping[str, Array]) -> None:
         for name, gradient in gradients.items():
             parameter = model.parameters.get(name)
             if parameter is None:
@@ -59,6 +69,11 @@ class Optimizer(ABC):
                     f"{tuple(parameter.shape)}"
                 )
             self._update_one(model, name, parameter, gradient)
+            if not _finite(model.parameters[name], model.backend):
+                raise NonFiniteError(
+                    f"this update would make parameter {name} NaN or infinite; lower the learning "
+                    f"rate, which is {self.learning_rate:g}"
+                )
 
     def load_state(self, backend: Backend, state: Mapping[str, np.ndarray]) -> None:
         """Continues from a saved ``state``, given as NumPy arrays."""
@@ -171,17 +186,16 @@ def rounding_words(
     return first
 
 
-def all_finite(gradients: Mapping[str, Array], backend: Backend) -> bool:
-    """Whether no gradient holds NaN or infinity."""
-    return first_not_finite(gradients, backend) is None
-
-
 def first_not_finite(gradients: Mapping[str, Array], backend: Backend) -> str | None:
     """The name of the first gradient that holds NaN or infinity, or None."""
     for name, gradient in gradients.items():
-        if not bool(backend.xp.all(backend.xp.isfinite(gradient))):
+        if not _finite(gradient, backend):
             return name
     return None
+
+
+def _finite(array: Array, backend: Backend) -> bool:
+    return bool(backend.xp.all(backend.xp.isfinite(array)))
 
 
 def global_norm(gradients: Mapping[str, Array], backend: Backend) -> float:

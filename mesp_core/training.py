@@ -64,8 +64,9 @@ class TrainingOptions:
 
 @dataclass
 class Summary:
-    """What a run did. iteration: the last one finished; skipped: windows of batches that led to
-    no update, by event (``not_finite``, ``all_masked``); validation: (iteration, loss)."""
+    """What a run did. iteration: the last one finished; updates, tokens: of this run alone;
+    skipped: windows of batches that led to no update, by event (``not_finite``, ``all_masked``);
+    interrupted: ended early, or without the last validation; validation: (iteration, loss)."""
 
     iteration: int = 0
     updates: int = 0
@@ -138,17 +139,18 @@ class Trainer:
 
         A window of batches with no target, or whose loss or gradients are not finite, changes
         neither parameters nor moments, and is reported as an event.
-        Raises NonFiniteError when frozen weights are not finite, or, with apply block, when a
-        gradient turns out not finite after part of the step was applied.
+        Raises NonFiniteError when frozen weights or the first validation loss are not finite, when
+        an update would make a parameter not finite (which then stays as it was), or, with apply
+        block, when a gradient turns out not finite after part of the step was applied.
         """
         options, summary = self.options, self.summary
         last = options.start + options.iterations
         self.model.backend.reset_peak()
         with self._meter:
-            self.validate()
-            while summary.iteration < last:
+            self._check_first(self.validate())
+            while summary.iteration < last and not summary.interrupted:
                 if self._stop():
-                    self._interrupted()
+                    self._interrupted("stopped between two steps")
                     break
                 count = min(options.accumulation, last - summary.iteration)
                 window = list(islice(batches, count))
@@ -173,6 +175,7 @@ class Trainer:
         begun = time.perf_counter()
         loss, _ = evaluate(self.model, self._until_stopped())
         if self._stop():
+            self._interrupted("stopped during a validation, which was cut short")
             return None
         summary.validation.append((summary.iteration, loss))
         self._callback.on_val_loss_report(
@@ -183,6 +186,14 @@ class Trainer:
             }
         )
         return loss
+
+    def _check_first(self, loss: float | None) -> None:
+        if loss is not None and not math.isfinite(loss):
+            self.model.check_weights()
+            raise NonFiniteError(
+                f"the validation loss before any training is {loss}: this model overflows on this "
+                "text, and cannot be trained"
+            )
 
     def _until_stopped(self) -> Iterator[Batch]:
         for batch in self._validation:
@@ -226,6 +237,7 @@ class Trainer:
             {
                 "iteration": summary.iteration,
                 "iterations": iterations,
+                "updates": summary.updates,
                 "loss": outcome.loss,
                 "tokens": outcome.tokens,
                 "tokens_per_second": outcome.tokens / seconds,
@@ -312,9 +324,9 @@ class Trainer:
         )
         self._tally = _Tally()
 
-    def _interrupted(self) -> None:
+    def _interrupted(self, message: str) -> None:
         self.summary.interrupted = True
-        self._event("interrupted", "stopped between two steps")
+        self._event("interrupted", message)
 
     def _event(self, event: str, message: str) -> None:
         self._callback.on_event(

@@ -329,6 +329,59 @@ def test_a_request_to_stop_acts_between_steps(open_tiny: OpenTiny) -> None:
     assert [info["iteration"] for info in recorder.of("val")] == [0]
 
 
+def test_a_request_to_stop_during_the_last_validation(open_tiny: OpenTiny) -> None:
+    batch, asked = Batch.from_sequences(sequences(1)), []
+    model = open_tiny()
+
+    class Asking(Recorder):
+        def on_train_loss_report(self, info: Any) -> None:
+            asked.append(info)
+
+    told, options = Asking(), TrainingOptions(iterations=2)
+    trainer = Trainer(
+        model, SGD(0.5), options, validation=[batch], callback=told, stop=lambda: bool(asked)
+    )
+    summary = trainer.run(iter([batch, batch]))
+    assert summary.updates == 2 and summary.interrupted
+    assert [info["iteration"] for info in told.of("val")] == [0]
+    (event,) = told.of("event")
+    assert event["event"] == "interrupted" and "validation" in event["message"]
+
+
+def test_a_validation_loss_that_is_not_finite_before_training(
+    open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesp_core.training.evaluate", lambda model, batches: (math.nan, 3))
+    batch, model = Batch.from_sequences(sequences(1)), open_tiny()
+    before = values(model)
+    with pytest.raises(NonFiniteError, match="before any training is nan"):
+        train(model, [batch], validation=[batch])
+    assert moved(before, model) == set()
+
+
+@pytest.mark.parametrize("apply", ["step", "block"])
+def test_an_update_that_overflows_stops_the_run_with_what_was_before(
+    open_tiny: OpenTiny, apply: str
+) -> None:
+    class Diverging(SGD):
+        def update(self, model: Any, gradients: Any) -> None:
+            self.learning_rate = 0.1 if not kept else 1e39
+            before = values(model)
+            with np.errstate(all="ignore"):
+                super().update(model, gradients)
+            kept.update({name: p for name, p in values(model).items() if name in gradients})
+            assert before.keys() == kept.keys() or apply == "block"
+
+    kept: dict[str, np.ndarray] = {}
+    model = open_tiny(filled=True)
+    batch = Batch.from_sequences(sequences(2))
+    with pytest.raises(NonFiniteError, match="this update would make parameter"):
+        train(model, [batch] * 3, Diverging(0.1), apply=apply)
+    for name, expected in kept.items():
+        np.testing.assert_array_equal(values(model)[name], expected)
+    assert all(np.isfinite(value).all() for value in values(model).values())
+
+
 def test_the_schedule_counts_updates(open_tiny: OpenTiny) -> None:
     batches = [Batch.from_sequences([row]) for row in sequences(6)]
     rates: list[float] = []
