@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from mesp_core.errors import MespError
 
@@ -18,12 +19,13 @@ class TrainingCallback:
     """Override what is of interest; every method does nothing here."""
 
     def on_iteration(self, info: Info) -> None:
-        """After every update: iteration, iterations (batches in it), loss, tokens,
-        tokens_per_second, peak_memory and footprint as below."""
+        """After every window of batches, whether it led to an update or was skipped: iteration,
+        iterations (batches in it), updates (of the run so far), loss, tokens, tokens_per_second,
+        peak_memory and footprint as below."""
 
     def on_train_loss_report(self, info: Info) -> None:
         """Now and then: iteration, train_loss (mean over the tokens since the last report),
-        learning_rate, iterations_per_second, tokens_per_second, trained_tokens (since the start),
+        learning_rate, iterations_per_second, tokens_per_second, trained_tokens (of this run),
         peak_memory (the allocator's, GB of 10⁹ bytes, None where the framework does not say) and
         footprint (the process's peak, GB)."""
 
@@ -68,15 +70,26 @@ class Callbacks(TrainingCallback):
 class MetricsFile(TrainingCallback):
     """Every report as one JSON object a line, written at once so that a killed run keeps them.
 
-    append: go on with the file of an earlier run. Raises MespError where it cannot be written.
+    The file is opened after the first update, and earlier reports are written then: a run that
+    trains nothing leaves the file of an earlier one as it was. append: go on with that file.
+    Every method raises MespError where it cannot be written.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
+        self._mode = "a" if append else "w"
+        self._file: IO[str] | None = None
+        self._waiting: list[str] = []
+
+    def on_iteration(self, info: Info) -> None:
+        if self._file is not None or not info["updates"]:
+            return
         try:
-            self._file: TextIO = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
+            self._file = open(self.path, self._mode, encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            raise MespError(f"cannot write {path}: {error.strerror}") from None
+            raise MespError(f"cannot write {self.path}: {error.strerror}") from None
+        self._put("".join(self._waiting))
+        self._waiting.clear()
 
     def on_train_loss_report(self, info: Info) -> None:
         self._write(info)
@@ -88,16 +101,33 @@ class MetricsFile(TrainingCallback):
         self._write(info)
 
     def _write(self, info: Info) -> None:
-        self._file.write(json.dumps(finite(info), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(finite(info), allow_nan=False) + "\n"
+        if self._file is None:
+            self._waiting.append(line)
+        else:
+            self._put(line)
+
+    def _put(self, text: str) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            raise MespError(f"cannot write {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            # What is left in the buffer could not be written, and was told then.
+            with suppress(OSError):
+                self._file.close()
 
 
-def finite(info: Info) -> dict[str, Any]:
-    """The report with None for numbers that JSON cannot say (NaN, infinities)."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in info.items()
-    }
+def finite(report: Any) -> Any:
+    """The report with None for numbers that JSON cannot say (NaN, infinities), at any depth."""
+    if isinstance(report, float):
+        return report if math.isfinite(report) else None
+    if isinstance(report, Mapping):
+        return {key: finite(value) for key, value in report.items()}
+    if isinstance(report, list | tuple):
+        return [finite(value) for value in report]
+    return report

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, honoured between steps."""
+"""Ctrl-C, SIGTERM and a closed terminal as a wish to stop, honoured between steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+#: The last one is of POSIX only.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+
 
 class StopRequest:
-    """While open, the first SIGINT or SIGTERM only sets ``requested``; the second acts as ever.
+    """While open, the first SIGINT, SIGTERM or SIGHUP only sets ``requested``; the second acts as
+    ever.
 
-    announce: called with the signal's name when the first one arrives.
+    announce: called with the signal's name when the first one arrives. A signal that is ignored
+    (SIGHUP under ``nohup``) stays ignored.
     Signals reach the main thread only, so in any other thread this does nothing.
     """
 
@@ -33,8 +38,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
+            for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(

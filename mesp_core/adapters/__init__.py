@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMATS",
     "Adapter",
+    "adapter_files",
     "adapter_tensors",
     "load_adapter",
     "read_adapter",
@@ -36,7 +37,10 @@ __all__ = [
     "save_tensors",
 ]
 
-FORMATS = ("mlx-lm", "peft")
+#: The file of the tensors in each format.
+_TENSORS = {"mlx-lm": mlx_lm.FILE, "peft": peft.FILE}
+
+FORMATS = tuple(_TENSORS)
 
 _CONFIG = "adapter_config.json"
 
@@ -44,6 +48,11 @@ _CONFIG = "adapter_config.json"
 def adapter_tensors(model: Model) -> dict[str, np.ndarray]:
     """The LoRA parameters as NumPy: ``lora_a`` [in, R], ``lora_b`` [R, out]; bfloat16 widened."""
     return {name: model.backend.to_numpy(array) for name, array in model.parameters.items()}
+
+
+def adapter_files(format: str) -> tuple[str, ...]:
+    """The names of the files that ``save_adapter`` writes."""
+    return (_TENSORS[format], _CONFIG)
 
 
 def save_adapter(
@@ -67,14 +76,15 @@ def save_adapter(
         if not np.isfinite(tensor).all():
             raise NonFiniteError(f"not saved: parameter {name} holds NaN or infinite values")
     if format == "peft":
-        tensors = peft.to_peft(tensors)
-        file, metadata = peft.FILE, peft.METADATA
+        tensors, metadata = peft.to_peft(tensors), peft.METADATA
         config = peft.config_json(lora, model.config.layers, base_name)
     else:
-        file, metadata = mlx_lm.FILE, mlx_lm.METADATA
-        config = mlx_lm.config_json(lora, base_name)
+        metadata, config = mlx_lm.METADATA, mlx_lm.config_json(lora, base_name)
     dtype = "bfloat16" if lora.dtype == "bfloat16" else "float32"
-    writers = {file: _tensor_writer(tensors, dtype, metadata), _CONFIG: json_writer(config)}
+    writers = {
+        _TENSORS[format]: _tensor_writer(tensors, dtype, metadata),
+        _CONFIG: json_writer(config),
+    }
     replace_files(Path(folder), writers)
 
 

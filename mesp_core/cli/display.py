@@ -7,12 +7,13 @@ import sys
 from tqdm import tqdm
 
 from mesp_core.callbacks import Info, TrainingCallback
-from mesp_core.cli.output import readable_bytes
+from mesp_core.cli.output import readable_bytes, say, surviving
 
 
 class Display(TrainingCallback):
     """A bar on stderr with loss, tokens/s and peak memory; reports as lines on stdout.
 
+    Whether anybody still reads them makes no difference to the run.
     Each kind of event is told once, on stderr: a thousand equal warnings hide everything else.
     """
 
@@ -37,7 +38,8 @@ class Display(TrainingCallback):
             f"peak {_size(peak)}",
             refresh=False,
         )
-        self._bar.update(info["iterations"])
+        with surviving(sys.stderr):
+            self._bar.update(info["iterations"])
 
     def on_train_loss_report(self, info: Info) -> None:
         self._line(
@@ -62,14 +64,18 @@ class Display(TrainingCallback):
         self._line(f"Iter {info['iteration']}: saved {info['path']}")
 
     def warn(self, message: str) -> None:
-        tqdm.write(f"mesp: warning: {message}", file=sys.stderr)
+        self._line(f"mesp: warning: {message}", error=True)
 
-    def _line(self, text: str) -> None:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+    def _line(self, text: str, *, error: bool = False) -> None:
+        with surviving(sys.stderr):
+            self._bar.clear()
+        say(text, error=error)
+        with surviving(sys.stderr):
+            self._bar.refresh()
 
     def close(self) -> None:
-        self._bar.close()
+        with surviving(sys.stderr):
+            self._bar.close()
 
 
 def _size(gigabytes: float | None) -> str:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mesp_core.adapters import adapter_tensors, save_adapter, save_tensors
+from mesp_core.adapters import adapter_files, adapter_tensors, save_adapter, save_tensors
+from mesp_core.batch import Batch
 from mesp_core.callbacks import Callbacks, MetricsFile
 from mesp_core.cli import settings
 from mesp_core.cli.display import Display
 from mesp_core.cli.job import Job, open_corpus, open_job, open_model
 from mesp_core.cli.output import (
-    check_file,
+    INTERRUPTED,
+    check_report,
     environment,
     prepare_folder,
-    write_json,
+    say,
+    write_report,
 )
 from mesp_core.cli.report import conclude, introduce, losses_of, report
 from mesp_core.data import Batches
 from mesp_core.decoder import evaluate
 from mesp_core.errors import MespError, NonFiniteError
+from mesp_core.files.safetensors_writer import check_targets
 from mesp_core.generation import continuation
 from mesp_core.interrupts import StopRequest
 from mesp_core.model import Model
@@ -30,8 +35,7 @@ from mesp_core.optimizers import SGD, AdamW, Optimizer
 from mesp_core.schedule import Schedule
 from mesp_core.training import Summary, Trainer, TrainingOptions
 
-#: As main.INTERRUPTED: what shells report for a command stopped by Ctrl-C.
-_INTERRUPTED = 130
+_METRICS = "metrics.jsonl"
 
 _SAMPLE_TOKENS = 24
 
@@ -50,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     options = settings.complete(given)
-    check_file(options.json)
+    check_report(options.json)
     if options.test and not options.train:
         return _only_test(options)
     folder = Path(options.adapter_path)
@@ -60,6 +64,7 @@ def run(given: argparse.Namespace) -> int:
     _schedule(options)
     new = prepare_folder(folder)
     try:
+        _check_files(options, folder)
         job = open_job(options, folder)
         return _train(job, optimizer)
     finally:
@@ -67,6 +72,16 @@ def run(given: argparse.Namespace) -> int:
             # Whatever stopped us before anything was saved leaves no empty folder behind.
             with suppress(OSError):
                 os.rmdir(folder)
+
+
+def _check_files(options: argparse.Namespace, folder: Path) -> None:
+    """Raises MespError for what would keep the adapter from being written, or overwrite it."""
+    names = (*adapter_files(options.adapter_format), _METRICS)
+    check_targets(folder, names)
+    if options.json is not None:
+        json = Path(options.json).resolve()
+        if json in [(folder / name).resolve() for name in names]:
+            raise MespError(f"--json {options.json} is a file of the adapter; name another file")
 
 
 def _optimizer(options: argparse.Namespace) -> Optimizer:
@@ -110,21 +125,22 @@ def _train(job: Job, optimizer: Optimizer) -> int:
     introduce(job)
     prompt = job.prompt
     before = _sample(job, prompt, "before")
-    metrics = MetricsFile(job.folder / "metrics.jsonl", append=job.start > 0)
+    metrics = MetricsFile(job.folder / _METRICS, append=job.start > 0)
     display = Display(plan.iterations, plan.start)
+    request = StopRequest(lambda name: display.warn(_stopping(name)))
+    trainer = Trainer(
+        model,
+        optimizer,
+        plan,
+        schedule=_schedule(options),
+        validation=job.validation,
+        callback=Callbacks(display, metrics),
+        save=lambda iteration: _checkpoint(job, iteration),
+        stop=lambda: request.requested,
+    )
     try:
-        with StopRequest(lambda name: display.warn(_stopping(name))) as request:
-            trainer = Trainer(
-                model,
-                optimizer,
-                plan,
-                schedule=_schedule(options),
-                validation=job.validation,
-                callback=Callbacks(display, metrics),
-                save=lambda iteration: _checkpoint(job, iteration),
-                stop=lambda: request.requested,
-            )
-            summary = trainer.run(batches.stream(plan.start))
+        with request:
+            summary = _run(job, trainer, batches.stream(plan.start))
             saved = _save(job, summary)
     finally:
         display.close()
@@ -133,13 +149,24 @@ def _train(job: Job, optimizer: Optimizer) -> int:
     losses = losses_of(summary)
     test = None if summary.interrupted or not options.test else _test_loss(model, job.test)
     conclude(job, summary, losses, saved)
-    write_json(
+    write_report(
         options.json,
         report(job, summary)
         | {"before": losses[0], "after": losses[1], "test": test}
         | {"prompt": prompt, "sample_before": before, "sample_after": after},
     )
-    return _INTERRUPTED if summary.interrupted else 0
+    return INTERRUPTED if summary.interrupted else 0
+
+
+def _run(job: Job, trainer: Trainer, batches: Iterator[Batch]) -> Summary:
+    """Trains. Whatever ends it before its time, what was trained until then is saved."""
+    try:
+        return trainer.run(batches)
+    except BaseException:
+        if trainer.summary.updates:
+            _save_adapter(job)
+            say(f"Ended by an error after {trainer.summary.updates} updates: saved what they made.")
+        raise
 
 
 def _sample(job: Job, prompt: str, when: str) -> str | None:
@@ -147,7 +174,7 @@ def _sample(job: Job, prompt: str, when: str) -> str | None:
     if not job.tokenizer.encode(prompt):
         return None
     text = continuation(job.model, job.tokenizer, prompt, _SAMPLE_TOKENS)
-    print(f"\nSample {when}: {prompt!r} →\n{text.strip()}\n", flush=True)
+    say(f"\nSample {when}: {prompt!r} →\n{text.strip()}\n")
     return text
 
 
@@ -155,10 +182,15 @@ def _stopping(name: str) -> str:
     return f"{name}: stopping after this step and saving; once more to stop at once"
 
 
+def _save_adapter(job: Job) -> None:
+    options = job.options
+    save_adapter(job.model, job.folder, options.adapter_format, base_name=options.model)
+
+
 def _checkpoint(job: Job, iteration: int) -> Path:
     """Saves the adapter, and a numbered copy beside it in the format's own layout."""
     options = job.options
-    save_adapter(job.model, job.folder, options.adapter_format, base_name=options.model)
+    _save_adapter(job)
     if options.adapter_format == "peft":
         path = job.folder / f"checkpoint-{iteration}"
         prepare_folder(path)
@@ -174,8 +206,7 @@ def _checkpoint(job: Job, iteration: int) -> Path:
 def _save(job: Job, summary: Summary) -> bool:
     """Saves what was trained. Raises MespError when every step had to be skipped."""
     if summary.updates:
-        options = job.options
-        save_adapter(job.model, job.folder, options.adapter_format, base_name=options.model)
+        _save_adapter(job)
         return True
     if summary.interrupted:
         return False
@@ -188,7 +219,7 @@ def _save(job: Job, summary: Summary) -> bool:
 
 def _test_loss(model: Model, batches: list[Any]) -> float:
     loss, tokens = evaluate(model, batches)
-    print(f"Test loss {loss:.4f} over {tokens} tokens")
+    say(f"Test loss {loss:.4f} over {tokens} tokens")
     return loss
 
 
@@ -199,7 +230,7 @@ def _only_test(options: argparse.Namespace) -> int:
     corpus = open_corpus(options, model, tokenizer, ("test",))
     rows = Batches(corpus.test, options.batch_size).fixed(options.test_batches)
     loss = _test_loss(model, rows)
-    write_json(
+    write_report(
         options.json,
         {"command": "finetune", **environment(model.backend), "model": str(options.model)}
         | {"adapter_path": options.adapter_path, "test": loss},

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mesp_core.cli.arguments import DEFAULT_MODEL, add_json_argument, add_model_arguments
-from mesp_core.cli.output import check_file, environment, write_json
+from mesp_core.cli.output import check_report, environment, write_report
 from mesp_core.generation import continuation
 from mesp_core.model import load_model
 
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_file(options.json)
+    check_report(options.json)
     model = load_model(
         options.model,
         backend=options.backend,
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = model.checkpoint.tokenizer()
     text = continuation(model, tokenizer, options.prompt, options.max_tokens)
     print(options.prompt + text)
-    write_json(
+    write_report(
         options.json,
         {
             "command": "generate",

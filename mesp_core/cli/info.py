@@ -8,7 +8,7 @@ from typing import Any
 
 from mesp_core.backend import available_backends, get_backend
 from mesp_core.cli.arguments import add_json_argument
-from mesp_core.cli.output import check_file, environment, readable_bytes, write_json
+from mesp_core.cli.output import check_report, environment, readable_bytes, write_report
 from mesp_core.files.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from mesp_core.footprint import process_footprint
 from mesp_core.stored_matrix import StoredMatrix
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_file(options.json)
+    check_report(options.json)
     backends = available_backends()
     backend = get_backend(options.backend)
     report: dict[str, Any] = {"command": "info", **environment(backend), "backends": backends}
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"Process:  {readable_bytes(process_footprint())} of its own memory")
     if options.model is not None:
         report["model"] = _model(options.model)
-    write_json(options.json, report)
+    write_report(options.json, report)
     return 0
 
 

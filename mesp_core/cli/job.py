@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesp_core.batch import Batch
+from mesp_core.cli.output import say
 from mesp_core.cli.resume import assign, last_number, merged, saved_adapter
 from mesp_core.data import Batches, Corpus, load_corpus
 from mesp_core.errors import MespError
@@ -58,7 +58,7 @@ def open_job(options: argparse.Namespace, folder: Path) -> Job:
         model = open_model(options, merged(saved, _asked(options)))
         assign(model, tensors, path)
         start = last_number([folder, path if path.is_dir() else path.parent])
-        print(f"Starting from {path}: its weights, a new optimizer.")
+        say(f"Starting from {path}: its weights, a new optimizer.")
     tokenizer = model.checkpoint.tokenizer()
     splits = ("train", "valid", "test") if options.test else ("train", "valid")
     corpus = open_corpus(options, model, tokenizer, splits)
@@ -80,7 +80,7 @@ def open_corpus(
         raise MespError(f"--test needs a test set: {where}")
     corpus.check_vocabulary(model.config.vocab)
     for note in corpus.notes:
-        print(f"mesp: warning: {note}", file=sys.stderr)
+        say(f"mesp: warning: {note}", error=True)
     return corpus
 
 

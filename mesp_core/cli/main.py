@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
+
+import numpy as np
 
 import mesp_core
 from mesp_core.cli import export, finetune, generate, info
 from mesp_core.cli.arguments import Parser
+from mesp_core.cli.output import INTERRUPTED, MISTAKE, say, surviving
 from mesp_core.errors import MespError
-
-#: Exit statuses, beside 0: a mistake in the input; stopped by Ctrl-C, as shells have it.
-MISTAKE = 2
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,24 +21,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake of the user is one line on stderr and status 2; an interrupt is status 130.
     """
+    _open_streams()
     try:
         options = _parser().parse_args(arguments)
         if options.run is None:
             raise MespError("give a command: finetune, generate, export-base or info (see --help)")
-        status = options.run(options)
+        # What overflows is found by checks that tell it in words.
+        with np.errstate(all="ignore"):
+            status = options.run(options)
         sys.stdout.flush()
         return status
     except MespError as error:
         return _complain(str(error))
     except BrokenPipeError:
-        # Whoever read our output has left; without this, Python complains once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return MISTAKE
     except OSError as error:
         return _complain(f"{error.filename or 'system'}: {error.strerror or error}")
+    except MemoryError as error:
+        return _complain(f"out of memory: {error}".rstrip(": "))
     except KeyboardInterrupt:
-        print("mesp: interrupted", file=sys.stderr)
+        say("mesp: interrupted", error=True)
         return INTERRUPTED
+    finally:
+        # Where the reader has left, Python would complain once more at its own end.
+        with surviving(sys.stdout):
+            sys.stdout.flush()
+
+
+def _open_streams() -> None:
+    """A closed stream leads nowhere, and one that is not Unicode gets escapes for other letters."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> Parser:
@@ -55,7 +72,7 @@ def _parser() -> Parser:
 
 
 def _complain(message: str) -> int:
-    print(f"mesp: error: {' '.join(message.split())}", file=sys.stderr)
+    say(f"mesp: error: {' '.join(message.split())}", error=True)
     return MISTAKE
 
 

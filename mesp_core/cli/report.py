@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mesp_core.cli.job import Job
-from mesp_core.cli.output import environment, readable_bytes
+from mesp_core.cli.output import environment, readable_bytes, say
 from mesp_core.training import Summary
 
 
@@ -18,13 +18,13 @@ def introduce(job: Job) -> None:
     assert lora is not None
     trained = sum(int(np.prod(array.shape)) for array in model.parameters.values())
     layers = len(lora.adapted_layers(model.config.layers))
-    print(
+    say(
         f"{options.model} ({model.config.model_type}, {model.config.layers} layers) on "
         f"{model.backend.name} {model.backend.device}, {model.dtype}; LoRA rank {lora.rank}, "
         f"scale {lora.scale:g}, on {len(lora.targets)} projections of {layers} layers: "
         f"{trained:,} parameters"
     )
-    print(
+    say(
         f"{options.data or 'Python documentation topics'}: {len(job.corpus.train)} rows to train "
         f"on, {len(job.corpus.valid)} to validate, of at most {options.max_seq_length} tokens"
     )
@@ -43,21 +43,21 @@ def conclude(
 ) -> None:
     if losses[0] is not None and losses[1] is not None:
         fall = losses[0] - losses[1]
-        print(f"Validation loss {losses[0]:.4f} → {losses[1]:.4f} ({-fall:+.4f})")
-    print(
+        say(f"Validation loss {losses[0]:.4f} → {losses[1]:.4f} ({-fall:+.4f})")
+    say(
         f"{summary.updates} updates, {summary.tokens} tokens in {summary.seconds:.0f} s; peak "
         f"memory {readable_bytes(summary.peak_bytes)} of arrays, "
         f"{readable_bytes(summary.footprint_bytes)} of the process"
     )
     for event, count in summary.skipped.items():
-        print(f"{count} step(s) skipped: {event.replace('_', ' ')}")
+        say(f"{count} step(s) skipped: {event.replace('_', ' ')}")
     if not saved:
-        print("Interrupted before the first update: nothing to save.")
+        say("Interrupted before the first update: nothing to save.")
         return
     done = f"Interrupted after iteration {summary.iteration}. " if summary.interrupted else ""
-    print(f"{done}Saved the adapter in {job.folder}.")
+    say(f"{done}Saved the adapter in {job.folder}.")
     for line in _next_commands(job):
-        print(line)
+        say(line)
 
 
 def _next_commands(job: Job) -> list[str]:

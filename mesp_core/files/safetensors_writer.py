@@ -79,8 +79,9 @@ def replace_files(folder: Path, writers: Mapping[str, Callable[[BinaryIO], None]
     """Write files under temporary names in ``folder``, then rename them all, in order.
 
     What had these names before stays as it was unless every file could be written. Raises
-    MespError where the folder cannot be made or written.
+    MespError where the folder cannot be made or written, or a name is that of a folder in it.
     """
+    check_targets(folder, writers)
     partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in writers}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,11 +100,19 @@ def replace_files(folder: Path, writers: Mapping[str, Callable[[BinaryIO], None]
                 path.unlink(missing_ok=True)
 
 
+def check_targets(folder: Path, names: Iterable[str]) -> None:
+    """Raises MespError when something that is not a file has one of these names in ``folder``."""
+    for name in names:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise MespError(f"cannot write {folder / name}: what is there is not a regular file")
+
+
 def json_writer(value: object) -> Callable[[BinaryIO], None]:
     """A writer for :func:`replace_files` that writes ``value`` as indented JSON."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
     def write(file: BinaryIO) -> None:
-        file.write(text.encode())
+        # A path that is not UTF-8 comes as lone surrogates, which this writes as JSON escapes.
+        file.write(text.encode(errors="backslashreplace"))
 
     return write

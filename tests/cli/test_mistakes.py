@@ -219,6 +219,31 @@ def test_folders_and_files_that_cannot_be_written(
     check(finetune(adapter_path=tmp_path / "file" / "below"), "cannot write to the folder")
     check(finetune(json=tmp_path), "it is a folder")
     check(finetune(json=tmp_path / "nowhere" / "r.json"), "no folder")
+    check(finetune(json="/dev/full"), "not a regular file")
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json", "metrics.jsonl"])
+def test_a_folder_where_a_file_must_go(finetune: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "adapters" / name).mkdir(parents=True)
+    outcome = finetune()
+    check(outcome, name, "not a regular file")
+    assert "Sample" not in outcome.out
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == [name]
+
+
+def test_a_report_overwrites_nothing_but_a_report(
+    mesp: Run, finetune: Run, tiny: Path, tmp_path: Path
+) -> None:
+    config = (tiny / "config.json").read_bytes()
+    check(finetune(json=tiny / "config.json"), "is not a report of mesp")
+    check(mesp("generate", "--prompt", "w3", "--json", tiny / "model.safetensors"), "not a report")
+    assert (tiny / "config.json").read_bytes() == config
+    check(finetune(json=tmp_path / "adapters" / "adapter_config.json"), "no folder")
+    (tmp_path / "adapters").mkdir()
+    check(finetune(json=tmp_path / "adapters" / "adapter_config.json"), "is a file of the adapter")
+    (tmp_path / "r.json").touch()
+    for _ in range(2):
+        assert finetune(json=tmp_path / "r.json", iters=1).status == 0
 
 
 def test_a_full_disk_while_saving(

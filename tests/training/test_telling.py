@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mesp_core import Batch, MespError, Model, NonFiniteError, logits
-from mesp_core.callbacks import Callbacks, MetricsFile
+from mesp_core.callbacks import Callbacks, MetricsFile, finite
 from mesp_core.footprint import FootprintMeter, process_footprint
 from mesp_core.generation import continuation, greedy
 from mesp_core.interrupts import StopRequest
@@ -80,16 +80,49 @@ def test_metrics_are_valid_json_at_every_moment(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     told = Callbacks(metrics, metrics)
+    told.on_iteration({"updates": 1})
     told.on_train_loss_report({"iteration": 1, "train_loss": math.nan, "peak_memory": None})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"iteration": 1, "train_loss": None, "peak_memory": None}] * 2
     metrics.close()
     more = MetricsFile(path, append=True)
+    more.on_iteration({"updates": 1})
     more.on_val_loss_report({"iteration": 2, "val_loss": 0.5})
     more.close()
     assert len(path.read_text().splitlines()) == 3
-    with pytest.raises(MespError, match="cannot write"):
-        MetricsFile(tmp_path / "missing" / "metrics.jsonl")
+
+
+def test_metrics_of_an_earlier_run_stay_until_something_is_trained(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("earlier\n")
+    metrics = MetricsFile(path)
+    metrics.on_val_loss_report({"iteration": 0, "val_loss": 1.5})
+    metrics.on_iteration({"updates": 0})
+    assert path.read_text() == "earlier\n"
+    metrics.on_iteration({"updates": 1})
+    metrics.on_event({"iteration": 1, "event": "interrupted"})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"iteration": 0, "val_loss": 1.5}, {"iteration": 1, "event": "interrupted"}]
+    metrics.close()
+    # A run that trains nothing needs no file at all.
+    MetricsFile(tmp_path / "missing" / "metrics.jsonl").close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_metrics_that_cannot_be_written_are_a_mistake_in_words(tmp_path: Path) -> None:
+    nowhere = MetricsFile(tmp_path / "missing" / "metrics.jsonl")
+    with pytest.raises(MespError, match=r"cannot write .*metrics\.jsonl: No such"):
+        nowhere.on_iteration({"updates": 1})
+    full = MetricsFile(Path("/dev/full"))
+    full.on_val_loss_report({"iteration": 0, "val_loss": 1.5})
+    with pytest.raises(MespError, match="cannot write /dev/full: No space"):
+        full.on_iteration({"updates": 1})
+    full.close()
+
+
+def test_numbers_that_json_lacks_become_none_at_any_depth() -> None:
+    report = {"a": [[0, math.nan], (1, math.inf)], "b": {"c": -math.inf, "d": 2.5}, "e": "nan"}
+    assert finite(report) == {"a": [[0, None], [1, None]], "b": {"c": None, "d": 2.5}, "e": "nan"}
 
 
 def test_the_first_signal_is_a_request_and_the_second_acts() -> None:
@@ -100,6 +133,21 @@ def test_the_first_signal_is_a_request_and_the_second_acts() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_closed_terminal_is_a_request_too_unless_it_is_ignored() -> None:
+    usual = signal.getsignal(signal.SIGHUP)
+    try:
+        with StopRequest(lambda name: None) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.requested
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopRequest(lambda name: None) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not request.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, usual)
 
 
 def test_a_stop_request_in_another_thread_leaves_signals_alone() -> None:
