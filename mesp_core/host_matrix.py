@@ -7,7 +7,7 @@ of the backend, multiplied there, and dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class HostMatrix:
         lo = i * size
         hi = min(lo + size, self.shape[axis])
         cut = self.stored.rows(lo, hi) if axis == 0 else self.stored.columns(lo, hi)
-        return HostMatrix(cut, self.dtype, self.runtime).dense()
+        return replace(self, stored=cut).dense()
 
     def take(self, rows: Array) -> Array:
         indices = np.asarray(rows)

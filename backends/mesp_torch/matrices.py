@@ -18,6 +18,7 @@ from mesp_core.formulas.frozen_matrix import (
 from mesp_core.formulas.loops import Loops
 from mesp_core.formulas.precision import accumulation_dtype
 from mesp_core.stored_matrix import StoredMatrix
+from mesp_torch.decoding import host_tensor
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,3 @@ class NativeStreamed:
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self.stored.take(rows.cpu().numpy())).to(self.how.device)
-
-
-def host_tensor(values: np.ndarray) -> torch.Tensor:
-    """The same bytes as a tensor on the host, nothing copied; uint16 holds bfloat16.
-
-    Through DLPack, because ``torch.from_numpy`` warns of arrays that may not be written, as views
-    of a mapped file are. Nothing here writes into one.
-    """
-    tensor = torch.from_dlpack(values)
-    return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
