@@ -8,9 +8,11 @@ a backend or calling a function does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mesp_core.bridge import Bridge
+from mesp_core.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from mesp_torch.torch_backend import TorchBackend
@@ -32,12 +34,19 @@ def backend(device: str | None = None) -> TorchBackend:
     """The factory registered under ``mesp.backends``. device: ``cpu``, ``cuda``, ``cuda:1``,
     ``mps``, or None for the best of what is there. Raises BackendUnavailableError with the reason
     and the remedy."""
+    _require_torch()
     from mesp_torch.torch_backend import TorchBackend
 
     return TorchBackend.on(device)
 
 
+def _require_torch() -> None:
+    if find_spec("torch") is None:
+        raise BackendUnavailableError("PyTorch is not installed; pip install 'mesp[torch]'")
+
+
 def _load_apply() -> Callable[..., Any]:
+    _require_torch()
     from mesp_torch.bridge import apply
 
     return apply

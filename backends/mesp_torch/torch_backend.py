@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -10,6 +9,7 @@ from functools import cached_property, wraps
 from typing import Any
 
 import numpy as np
+import torch
 
 from mesp_core.backend import Backend, MemoryReport, TileSizes
 from mesp_core.errors import BackendUnavailableError, MespError
@@ -24,12 +24,6 @@ from mesp_core.operations import (
     formula_operations,
 )
 from mesp_core.stored_matrix import StoredMatrix
-
-if importlib.util.find_spec("torch") is None:
-    raise BackendUnavailableError("PyTorch is not installed; pip install 'mesp[torch]'")
-
-import torch
-
 from mesp_torch.activations import native_activations
 from mesp_torch.attention import FlashAttention, unusable
 from mesp_torch.decoding import TorchHostMatrix

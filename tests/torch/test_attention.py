@@ -1,0 +1,195 @@
+"""The native flash pair against the formula's tiles, and where it is not used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mesp_core as mesp
+from mesp_core.backend import TileSizes
+from mesp_core.formulas import AttentionPlan, attention_backward, attention_forward
+from mesp_core.formulas.loops import EagerLoops
+from mesp_reference.check.compare import assert_close
+from mesp_reference.check.tolerances import TOLERANCES
+from mesp_torch.attention import SCHEMAS, unusable
+from mesp_torch.torch_backend import TorchBackend
+
+ROOT = Path(__file__).parents[2]
+SCALE = 0.37
+LENGTHS = {"one": (23,), "ragged": (5, 1, 11, 6), "one_token": (1,), "one_token_each": (1, 1, 1)}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_operators_have_the_schema_they_are_called_with(name: str) -> None:
+    found = str(getattr(torch.ops.aten, name).default._schema)
+    assert found == SCHEMAS[name], (
+        f"torch {torch.__version__} has changed aten::{name}: attention now runs by tiles. Read "
+        "what changed, adapt mesp_torch/attention.py, and pin the new schema there."
+    )
+
+
+def test_another_schema_or_device_means_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unusable(torch.device("cpu")) is None
+    assert "CPUs" in str(unusable(torch.device("cuda")))
+    changed = dict.fromkeys(SCHEMAS, "aten::something_else()")
+    monkeypatch.setattr("mesp_torch.attention.SCHEMAS", changed)
+    backend = TorchBackend.on("cpu")
+    row = next(row for row in backend.explain() if row.component == "attention")
+    assert row.name == "formula"
+    assert "has changed" in row.reason
+
+
+def plan_of(lengths: tuple[int, ...], **options: Any) -> AttentionPlan:
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    backend = TorchBackend("cpu", native=False, tiles=TileSizes(query=5, key=7))
+    return AttentionPlan(
+        segment=torch.tensor(segment, dtype=torch.int32),
+        first_key_tile=backend.first_key_tiles(segment, options.get("window")),
+        scale=SCALE,
+        query_tile=5,
+        key_tile=7,
+        **options,
+    )
+
+
+def draw(
+    tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, width: int = 5
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = ((tokens, heads, width), (tokens, kv_heads, width), (tokens, kv_heads, width))
+    return [torch.randn(*s, generator=generator).to(dtype) for s in (*shapes, shapes[0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_the_pair_is_the_formula(case: str, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    backend = TorchBackend.on("cpu")
+    plan = plan_of(LENGTHS[case])
+    q, k, v, do = draw(sum(LENGTHS[case]), *heads, dtype)
+    options: dict[str, Any] = {"plan": plan, "loops": EagerLoops(), "xp": backend.xp}
+    o, saved = backend.ops.attention.forward(q, k, v, plan=plan)
+    true_o, true_saved = attention_forward(q, k, v, **options)
+    wide = "float64" if dtype == torch.float64 else "float32"
+    narrow, limit = str(dtype).removeprefix("torch."), TOLERANCES[wide]
+    values = backend.to_numpy(true_o)
+    assert_close(o, values, TOLERANCES[narrow], dtype=narrow, backend=backend, name="o")
+    true_lse = backend.to_numpy(true_saved.lse)
+    assert_close(saved.lse, true_lse, limit, dtype=wide, backend=backend, name="lse")
+    found = backend.ops.attention.backward(do, saved, q, k, v, true_o, plan=plan)
+    truth = attention_backward(do, true_saved, q, k, v, true_o, **options)
+    for name, d, true in zip(("dq", "dk", "dv"), found, truth, strict=True):
+        size = float(true.norm())
+        if name != "dv" and max(LENGTHS[case]) == 1:
+            # One visible key: the probability is 1, and neither q nor k matters.
+            assert float(d.norm()) < 1e-2 * (float(do.float().norm()) + size)
+            continue
+        assert_close(d, backend.to_numpy(true), limit, dtype=wide, backend=backend, name=name)
+    row = next(row for row in backend.explain() if row.component == "attention")
+    assert (row.name, row.calls) == ("aten::_scaled_dot_product_flash_attention_for_cpu", 2)
+
+
+def test_inputs_in_any_layout_are_neither_required_nor_changed() -> None:
+    backend, plan = TorchBackend.on("cpu"), plan_of((9, 4))
+    plain = draw(13, 6, 2, torch.float64)
+    strided = [a.permute(2, 0, 1).contiguous().permute(1, 2, 0) for a in plain]
+    assert strided[0].stride(-1) != 1
+    results = []
+    for q, k, v, do in (plain, strided):
+        before = [a.clone() for a in (q, k, v, do)]
+        o, saved = backend.ops.attention.forward(q, k, v, plan=plan)
+        results.append([o, *backend.ops.attention.backward(do, saved, q, k, v, o, plan=plan)])
+        assert all(torch.equal(a, b) for a, b in zip((q, k, v, do), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "segment", "reason"),
+    [
+        ({"window": 3}, (0,) * 9, "a window"),
+        ({"softcap": 0.8}, (0,) * 9, "a soft-cap"),
+        ({}, (0, 0, 1, 1, 1, 0, 0, 0, 0), "not in one piece"),
+    ],
+)
+def test_where_tiles_run_and_why(
+    options: dict[str, Any], segment: tuple[int, ...], reason: str
+) -> None:
+    backend, numpy = TorchBackend.on("cpu"), mesp.get_backend("numpy")
+    ids = np.array(segment, np.int32)
+    q, k, v, do = draw(9, 6, 2, torch.float64)
+    results = []
+    for each in (backend, numpy):
+        plan = AttentionPlan(
+            segment=each.from_numpy(ids),
+            first_key_tile=each.first_key_tiles(ids, options.get("window")),
+            scale=SCALE,
+            **options,
+        )
+        arrays = [each.from_numpy(a.numpy()) for a in (q, k, v, do)]
+        o, saved = each.ops.attention.forward(*arrays[:3], plan=plan)
+        gradients = each.ops.attention.backward(arrays[3], saved, *arrays[:3], o, plan=plan)
+        results.append([each.to_numpy(a) for a in (o, *gradients)])
+    for ours, true in zip(*results, strict=True):
+        assert_close(ours, true, TOLERANCES["float64"])
+    row = next(row for row in backend.explain() if row.component == "attention")
+    assert row.name == "formula"
+    assert reason in row.reason and "2 for" in row.reason
+
+
+SLOPE = """
+import json, threading, sys, torch
+from mesp_core.formulas.attention import AttentionPlan
+from mesp_core.footprint import process_footprint
+from mesp_torch.torch_backend import TorchBackend
+torch.set_num_threads(1)
+backend = TorchBackend.on("cpu")
+H, K, E = 4, 2, 16
+
+class Peak:
+    def __enter__(self):
+        self.most, self.done = process_footprint(), threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+    def watch(self):
+        while not self.done.wait(0.0005):
+            self.most = max(self.most, process_footprint())
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+
+def peak(tokens):
+    plan = AttentionPlan(torch.zeros(tokens, dtype=torch.int32), [], 0.25)
+    q, k, v, do = (torch.ones(tokens, h, E) for h in (H, K, K, H))
+    before = process_footprint()
+    with Peak() as watched:
+        o, saved = backend.ops.attention.forward(q, k, v, plan=plan)
+        backend.ops.attention.backward(do, saved, q, k, v, o, plan=plan)
+    return watched.most - before
+
+peak(256)
+print(json.dumps([peak(tokens) for tokens in (2048, 4096, 8192)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is read from Linux's /proc")
+def test_the_pair_never_forms_the_scores() -> None:
+    """In a fresh process: from 4096 to 8192 tokens the footprint grows by the results alone,
+    where [H, T, T] in float32 would grow by 805 MB."""
+    paths = [str(ROOT), str(ROOT / "backends")]
+    code = f"import sys; sys.path[:0] = {paths!r}\n{SLOPE}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout)
+    a_token = 4 * (4 * 16 * 2 + 2 * 16 * 2 + 4)
+    growth = peaks[2] - peaks[1]
+    assert 0 < growth <= 3 * a_token * 4096, peaks

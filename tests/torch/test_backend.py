@@ -1,0 +1,203 @@
+"""What every backend promises, on torch: devices, dtypes, conversions, and autograd left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mesp_core as mesp
+from mesp_core.backend import Backend
+from mesp_core.block import block_forward
+from mesp_core.decoder import Pass
+from mesp_core.formulas import DenseMatrix
+from mesp_core.formulas.dropout import dropout_key, random_words
+from mesp_core.formulas.lora_linear import LoraLinearSaved, Projection
+from mesp_core.optimizers import rounding_words
+from mesp_torch.torch_backend import TorchBackend
+from tests.tiny_reference import tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return mesp.get_backend("torch:cpu")
+
+
+def test_the_default_device_is_the_best_there_is() -> None:
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    best = "mps" if torch.backends.mps.is_available() else best
+    assert mesp.get_backend("torch").device == best
+    assert mesp.available_backends()["torch"] is None
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:0", "cuda:977", "mps:1"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(mesp.BackendUnavailableError, match="cuda|CUDA"):
+        mesp.get_backend(f"torch:{device}")
+
+
+def test_without_torch_the_package_imports_and_says_why_it_cannot_run() -> None:
+    code = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "backends")!r}]
+
+class WithoutTorch:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            return None
+        return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [WithoutTorch(finder) for finder in sys.meta_path]
+import mesp_core, mesp_torch
+try:
+    mesp_torch.backend("cpu")
+except mesp_core.BackendUnavailableError as error:
+    print(error)
+try:
+    mesp_torch.rms_norm(None, None)
+except mesp_core.BackendUnavailableError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, imported = done.stdout.splitlines()
+    assert "not installed" in first and "pip install" in first
+    assert second == first
+    assert imported == "False"
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "int32", "int64"])
+def test_arrays_go_in_and_out(backend: Backend, name: str) -> None:
+    values = np.arange(-6, 9).reshape(3, 5).astype("int32" if "int" in name else "float64")
+    values.setflags(write=False)
+    array = backend.from_numpy(values, name)
+    assert backend.dtype_name(array) == name
+    assert array.dtype == backend.dtype(name)
+    out = backend.to_numpy(array)
+    assert out.dtype.name == {"float16": "float32", "bfloat16": "float32"}.get(name, name)
+    np.testing.assert_array_equal(out, values)
+
+
+def test_conversions_share_no_memory(backend: Backend) -> None:
+    values = np.ones(4, np.float32)
+    array = backend.from_numpy(values)
+    out = backend.to_numpy(array)
+    values[0], out[1] = 7.0, 7.0
+    assert array.tolist() == [1.0] * 4
+
+
+def test_a_dtype_that_torch_lacks_is_named(backend: Backend) -> None:
+    with pytest.raises(mesp.MespError, match="uint32"):
+        backend.dtype("uint32")
+    assert backend.default_dtype("bfloat16") == "float32"
+    assert backend.default_dtype("float64") == "float64"
+
+
+def test_memory_and_versions(backend: Backend) -> None:
+    report = backend.memory()
+    assert (report.active, report.cache, report.peak) == (None, None, None)
+    backend.reset_peak()
+    backend.release()
+    assert backend.versions()["torch"] == torch.__version__
+
+
+def test_arrays_of_another_library_are_refused(backend: Backend) -> None:
+    x, weight = np.ones((3, 5), np.float32), torch.ones(5)
+    with pytest.raises(mesp.MespError, match="two libraries"):
+        backend.ops.rms_norm.forward(x, weight, eps=1e-5)
+
+
+def test_no_graph_is_built_from_tensors_that_require_gradients(
+    backend: Backend, tmp_path: Path
+) -> None:
+    """Through a component, through a stage, and through an optimizer's update."""
+    model = mesp.load_model(
+        tiny_checkpoint(tmp_path), backend=backend, lora=mesp.LoraConfig(rank=3)
+    )
+    projection = Projection(model.matrix("model.layers.0.mlp.down_proj.weight"), None)
+    y, _ = backend.ops.frozen_linear.forward(
+        torch.randn(7, projection.weight.shape[1], requires_grad=True), projection.weight
+    )
+    assert not y.requires_grad
+    for name in model.parameters:
+        model.parameters[name].requires_grad_()
+    batch = mesp.Batch.from_sequences([[3, 1, 4, 1, 5]])
+    run = Pass(model, batch, training=True)
+    hidden = torch.randn(run.tokens, model.config.hidden, requires_grad=True)
+    out = backend.run(block_forward, hidden, model.block(0), run.block_plan(0))
+    assert not out.requires_grad
+    result = mesp.loss_and_gradients(model, batch)
+    assert not any(g.requires_grad for g in result.gradients.values())
+    mesp.AdamW(0.1).update(model, result.gradients)
+    assert not any(p.requires_grad for p in model.parameters.values())
+
+
+def test_autocast_around_us_changes_nothing(backend: Backend) -> None:
+    x, a, b, w, dy = (torch.randn(*s) for s in ((7, 5), (5, 2), (2, 3), (3, 5), (7, 3)))
+    projection = Projection(DenseMatrix(w, backend.xp, backend.loops), None, a, b, 0.7)
+    plain = backend.ops.lora_linear.backward(dy, LoraLinearSaved(x), projection)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = backend.ops.lora_linear.backward(dy, LoraLinearSaved(x), projection)
+    assert torch.equal(plain[0], inside[0])
+    assert torch.equal(plain[1].da, inside[1].da)
+
+
+def test_dropout_draws_the_words_of_numpy(backend: Backend) -> None:
+    numpy = mesp.get_backend("numpy")
+    key = dropout_key(seed=2**40 + 5, step=3, layer=2, projection=6)
+    drawn = []
+    for each in (numpy, backend):
+        counter = tuple(
+            each.xp.astype(each.from_numpy(np.arange(lo, lo + 1001), "int32"), each.words.dtype)
+            for lo in (0, 77)
+        )
+        words = random_words(tuple(each.words.constant(w) for w in key), counter, each.words)
+        drawn.append([each.to_numpy(word).astype(np.int64) for word in words])
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert max(word.max() for word in drawn[0]) > 2**31
+
+
+def test_stochastic_rounding_is_that_of_mlx_bit_for_bit(backend: Backend) -> None:
+    mlx = mesp.get_backend("mlx:cpu")
+    values = np.random.default_rng(1).standard_normal((64, 65)).astype(np.float32)
+    values[0, :8] = [0.0, -0.0, 1.5, -2.0, 3e38, -3e38, 1e-40, -1e-40]
+    rounded = []
+    for each in (mlx, backend):
+        words = rounding_words(each, seed=9, count=4, name="x.lora_a", shape=values.shape)
+        made = each.round_stochastic(each.from_numpy(values), words, "bfloat16")
+        assert each.dtype_name(made) == "bfloat16"
+        rounded.append(each.to_numpy(made).view(np.uint32))
+    np.testing.assert_array_equal(rounded[0], rounded[1])
+    # Both neighbours are met: this is not rounding to the nearest.
+    nearest = torch.from_numpy(values).to(torch.bfloat16).float().numpy().view(np.uint32)
+    assert 0.2 < (rounded[1] != nearest).mean() < 0.8
+    with pytest.raises(mesp.MespError, match="float16"):
+        backend.round_stochastic(torch.ones(3), torch.ones(3, dtype=torch.int64), "float16")
+
+
+def test_explain_tells_what_ran(tmp_path: Path) -> None:
+    backend = TorchBackend.on("cpu")
+    rows = {row.component: row for row in backend.explain()}
+    assert "none met yet" in rows["gated_mlp"].reason
+    model = mesp.load_model(
+        tiny_checkpoint(tmp_path), backend=backend, lora=mesp.LoraConfig(rank=3)
+    )
+    mesp.loss_and_gradients(model, mesp.Batch.from_sequences([[3, 1, 4, 1, 5]]))
+    rows = {row.component: row for row in backend.explain()}
+    assert "flash" in rows["attention"].name
+    assert rows["attention"].calls == 3 * model.config.layers
+    assert "float32 ones multiplied where they lie" in rows["gated_mlp"].reason
+    assert all(row.reason for row in rows.values())
