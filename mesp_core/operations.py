@@ -109,7 +109,9 @@ def _arrays_of(args: tuple[Any, ...]) -> list[Any]:
     for value in args:
         if is_dataclass(value):
             parts += [getattr(value, item.name) for item in fields(value)]
-    return [p for p in parts if hasattr(p, "ndim") and not isinstance(p, (type, np.generic))]
+    # Modules and types have an ``ndim`` too, which is no number.
+    arrays = [part for part in parts if isinstance(getattr(part, "ndim", None), int)]
+    return [array for array in arrays if not isinstance(array, np.generic)]
 
 
 def formula_operations(xp: Any, loops: Loops, activations: Activations = FORMULA) -> Operations:

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.subjects import CELLS, WITHOUT, Subject, cells
+from tests.conformance.subjects import CELLS, WITHOUT, Subject, cells, settings_of
 
 
 @pytest.fixture(params=cells(), ids="-".join)
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """Each cell in turn; afterwards no input and nothing saved may have been written into."""
     made = Subject(*request.param)
-    yield made
-    made.check_unchanged()
+    with settings_of(*request.param):
+        yield made
+        made.check_unchanged()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,13 @@
-"""What the formulas are tested on: every namespace with every dtype it has.
+"""What is tested: every backend with every dtype it has.
 
-One declaration, ``CELLS``: a cell is tested, or it cannot exist and says why.
+One declaration, ``CELLS``: a cell is tested, or it cannot exist and says why. It drives the tests
+and the table in docs/conformance.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -12,32 +15,39 @@ from typing import Any
 import array_api_strict
 import numpy as np
 
-from mesp_core.formulas import DenseMatrix, EagerLoops, Loops, QuantizedMatrix, words_of
+from mesp_core.backend import Backend
+from mesp_core.formulas import DenseMatrix, Loops, QuantizedMatrix
 from mesp_core.formulas.activation import FORMULA, Activations
 from mesp_core.formulas.loops import arrays_in
+from mesp_core.numpy_backend import NumpyBackend
 from mesp_core.operations import Operations, formula_operations
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
+#: What each subject is.
+SUBJECTS = {
+    "numpy": "the formulas on NumPy",
+    "numpy-readonly": "the same on arrays that may not be written",
+    "strict": "the formulas on array-api-strict, which has nothing beyond the standard",
+    "mlx": "MLX's lazy kernels, as on a GPU",
+    "mlx-cpu": "the MLX backend on a CPU",
+    "jax": "the JAX backend, operation by operation",
+    "jax-jit": "the JAX backend, each component and stage compiled",
+    "torch": "the PyTorch backend on a CPU",
+}
+
 _STRICT = "array-api-strict has no 16-bit floats"
+_NUMPY = "NumPy has no bfloat16"
 #: Why a cell cannot exist; None where it is tested.
 CELLS: dict[tuple[str, str], str | None] = {
-    ("numpy", "float64"): None,
-    ("numpy", "float32"): None,
-    ("numpy", "float16"): None,
-    ("numpy", "bfloat16"): "NumPy has no bfloat16",
-    ("strict", "float64"): None,
-    ("strict", "float32"): None,
+    (subject, dtype): None for subject in SUBJECTS for dtype in DTYPES
+}
+CELLS |= {
+    ("numpy", "bfloat16"): _NUMPY,
+    ("numpy-readonly", "bfloat16"): _NUMPY,
     ("strict", "float16"): _STRICT,
     ("strict", "bfloat16"): _STRICT,
     ("mlx", "float64"): "MLX's float64 exp, log, tanh and cos have the accuracy of float32",
-    ("mlx", "float32"): None,
-    ("mlx", "float16"): None,
-    ("mlx", "bfloat16"): None,
-    ("mlx-cpu", "float64"): None,
-    ("mlx-cpu", "float32"): None,
-    ("mlx-cpu", "float16"): None,
-    ("mlx-cpu", "bfloat16"): None,
 }
 #: Cells that exist but for one component, and why that one cannot.
 WITHOUT: dict[tuple[str, str, str], str] = {
@@ -48,7 +58,7 @@ WITHOUT: dict[tuple[str, str, str], str] = {
 
 
 def cells(component: str = "") -> list[tuple[str, str]]:
-    """The namespaces and dtypes that a component is tested on."""
+    """The subjects and dtypes that a component is tested on."""
     return [
         cell
         for cell, reason in CELLS.items()
@@ -56,48 +66,82 @@ def cells(component: str = "") -> list[tuple[str, str]]:
     ]
 
 
-@dataclass(frozen=True)
-class Library:
-    """An array library: its namespace and loops, and how arrays get in and out."""
+class StrictBackend(NumpyBackend):
+    """array-api-strict in NumPy's place."""
 
-    xp: Any
-    loops: Loops
-    put_in: Any
-    take_out: Any
-    dtype_name: Any
-    activations: Activations = FORMULA
+    def __init__(self) -> None:
+        super().__init__(xp=array_api_strict)
+        array_type = type(array_api_strict.zeros(1))
+        self.ops = formula_operations(self.xp, self.loops).only_arrays(array_type)
+
+    def from_numpy(self, array: np.ndarray, dtype: str | None = None) -> Any:
+        return array_api_strict.asarray(np.array(array, dtype=dtype))
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return np.asarray(array)
+
+    def dtype_name(self, array: Any) -> str:
+        return np.asarray(array).dtype.name
+
+
+class ReadOnlyBackend(NumpyBackend):
+    """NumPy, its inputs read-only."""
+
+    def from_numpy(self, array: np.ndarray, dtype: str | None = None) -> np.ndarray:
+        made = super().from_numpy(array, dtype)
+        made.setflags(write=False)
+        return made
 
 
 @cache
-def library(namespace: str) -> Library:
-    if namespace == "numpy":
-        return Library(np, EagerLoops(), _read_only, np.asarray, lambda a: a.dtype.name)
-    if namespace == "strict":
-        return Library(
-            array_api_strict,
-            EagerLoops(),
-            lambda values, dtype: array_api_strict.asarray(values.astype(dtype)),
-            np.asarray,
-            lambda a: np.asarray(a).dtype.name,
-        )
-    from mesp_mlx.mlx_backend import MlxBackend
+def backend_of(subject: str) -> Backend:
+    """The backend behind a subject, on the CPU."""
+    if subject in _NUMPY_BACKENDS:
+        return _NUMPY_BACKENDS[subject]()
+    if subject.startswith("mlx"):
+        from mesp_mlx.mlx_backend import BLAS, MlxBackend
 
-    backend = MlxBackend.on("cpu")
-    conversions = (backend.from_numpy, backend.to_numpy, backend.dtype_name)
-    if namespace == "mlx-cpu":
-        from mesp_mlx.activations import host_activations
+        return MlxBackend("cpu", BLAS, native=subject == "mlx")
+    if subject.startswith("jax"):
+        from mesp_jax.jax_backend import JaxBackend
 
-        return Library(backend.xp, backend.loops, *conversions, host_activations())
-    from mesp_mlx.loops import evaluate
-    from mesp_mlx.namespace import MlxNamespace
+        return JaxBackend("cpu", compiled_ops=subject == "jax-jit")
+    from mesp_torch.torch_backend import TorchBackend
 
-    return Library(MlxNamespace(), EagerLoops(evaluate), *conversions)
+    return TorchBackend.on("cpu")
 
 
-def _read_only(values: np.ndarray, dtype: str) -> np.ndarray:
-    array = np.array(values, dtype=dtype)
-    array.setflags(write=False)
-    return array
+_NUMPY_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "numpy": NumpyBackend,
+    "numpy-readonly": ReadOnlyBackend,
+    "strict": StrictBackend,
+}
+
+
+def activations_of(subject: str) -> Activations:
+    """How the subject's MLP computes its activation."""
+    if subject == "torch":
+        from mesp_torch.activations import native_activations
+
+        return native_activations()
+    if subject in ("mlx", "mlx-cpu"):
+        from mesp_mlx.activations import compiled_activations, host_activations
+
+        return compiled_activations() if subject == "mlx" else host_activations()
+    return FORMULA
+
+
+@contextmanager
+def settings_of(subject: str, dtype: str) -> Iterator[None]:
+    """What the user would have switched on: JAX's 64-bit types; its compiler off for ``jax``."""
+    with ExitStack() as stack:
+        if subject.startswith("jax"):
+            import jax
+
+            stack.enter_context(jax.enable_x64(dtype in ("float64", "int64")))
+            if subject == "jax":
+                stack.enter_context(jax.disable_jit())
+        yield
 
 
 @dataclass
@@ -114,47 +158,57 @@ class Subject:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
-    def library(self) -> Library:
-        return library(self.namespace)
+    def backend(self) -> Backend:
+        return backend_of(self.namespace)
 
     @property
     def xp(self) -> Any:
-        return self.library.xp
+        return self.backend.xp
 
     @property
     def loops(self) -> Loops:
-        return self.library.loops
+        return self.backend.loops
 
     @property
-    def operations(self) -> Operations:
-        return formula_operations(self.xp, self.loops, self.library.activations)
+    def ops(self) -> Operations:
+        return self.backend.ops
+
+    @property
+    def activations(self) -> Activations:
+        return activations_of(self.namespace)
 
     @property
     def words(self) -> Any:
-        return words_of(self.xp)
+        return self.backend.words
+
+    def run(self, stage: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
+        """A stage as the backend runs it; operation by operation for ``jax``."""
+        if self.namespace == "jax":
+            return Backend.run(self.backend, stage, *arguments, **static)
+        return self.backend.run(stage, *arguments, **static)
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
         """An array of this library, in the cell's dtype unless another is named."""
-        array = self.library.put_in(np.asarray(values), dtype or self.dtype)
+        array = self.backend.from_numpy(np.asarray(values), dtype or self.dtype)
         self.keep(array)
         return array
 
     def keep(self, tree: Any) -> None:
         """From now on the arrays in ``tree`` may not change."""
         for array in arrays_in(tree):
-            if isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray) and self.namespace == "numpy-readonly":
                 array.setflags(write=False)
-            self._made.append((array, np.array(self.library.take_out(array))))
+            self._made.append((array, np.array(self.numpy(array))))
 
     def check_unchanged(self) -> None:
         for array, before in self._made:
-            np.testing.assert_array_equal(self.library.take_out(array), before)
+            np.testing.assert_array_equal(self.numpy(array), before)
 
     def numpy(self, array: Any) -> np.ndarray:
-        return np.asarray(self.library.take_out(array))
+        return np.asarray(self.backend.to_numpy(array))
 
     def dtype_name(self, array: Any) -> str:
-        return self.library.dtype_name(array)
+        return self.backend.dtype_name(array)
 
     def native_dtype(self, name: str) -> Any:
         return getattr(self.xp, name)
@@ -177,7 +231,9 @@ class Subject:
             import mlx.core as mx
 
             array = mx.array(octets)
+        elif self.namespace in _NUMPY_BACKENDS:
+            array = self.xp.asarray(octets)
         else:
-            array = self.library.put_in(octets, "uint8")
+            array = self.backend.from_numpy(octets, "uint8")
         self.keep(array)
         return array

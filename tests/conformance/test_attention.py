@@ -10,8 +10,6 @@ import pytest
 
 from mesp_core.formulas import (
     AttentionPlan,
-    attention_backward,
-    attention_forward,
     first_key_tiles,
 )
 from mesp_reference import attention as reference
@@ -76,16 +74,13 @@ def test_attention(subject: Subject, case: str) -> None:
         )
         return dict(zip(("dq", "dk", "dv"), reference.attention_backward(do, saved), strict=True))
 
-    options = {
-        "plan": plan_of(subject, segment, window, softcap, tiles),
-        "loops": subject.loops,
-        "xp": subject.xp,
-    }
+    attention = subject.ops.attention
+    plan = plan_of(subject, segment, window, softcap, tiles)
     q, k, v, do = (subject.array(values[name]) for name in ("q", "k", "v", "do"))
-    o, saved = attention_forward(q, k, v, **options)
+    o, saved = attention.forward(q, k, v, plan=plan)
     subject.keep((o, saved))
     check(subject, {"o": o, "lse": saved.lse}, forward, values, wide=("lse",))
-    gradients = attention_backward(do, saved, q, k, v, o, **options)
+    gradients = attention.backward(do, saved, q, k, v, o, plan=plan)
     outputs = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     if max(lengths) == 1 or window == 1:
         # One visible key: the probability is 1, and neither q nor k matters.
@@ -121,24 +116,24 @@ def test_a_masked_first_tile_leaves_no_trace(subject: Subject, window: int | Non
 
     hidden = 4 if window is None else 3
     values["v"][:hidden] *= 1e3
-    options = {"loops": subject.loops, "xp": subject.xp}
+    attention = subject.ops.attention
     q, k, v, do = (subject.array(values[name]) for name in ("q", "k", "v", "do"))
-    o, saved = attention_forward(q, k, v, plan=plan, **options)
+    o, saved = attention.forward(q, k, v, plan=plan)
     # From the first tile on, more masked tiles come before the ones that matter.
     early = replace(plan, first_key_tile=[0] * len(plan.first_key_tile))
-    o_early, saved_early = attention_forward(q, k, v, plan=early, **options)
+    o_early, saved_early = attention.forward(q, k, v, plan=early)
     np.testing.assert_array_equal(subject.numpy(o), subject.numpy(o_early))
     np.testing.assert_array_equal(subject.numpy(saved.lse), subject.numpy(saved_early.lse))
     pairs = zip(
-        attention_backward(do, saved, q, k, v, o, plan=plan, **options),
-        attention_backward(do, saved, q, k, v, o, plan=early, **options),
+        attention.backward(do, saved, q, k, v, o, plan=plan),
+        attention.backward(do, saved, q, k, v, o, plan=early),
         strict=True,
     )
     for tight, loose in pairs:
         np.testing.assert_array_equal(subject.numpy(tight), subject.numpy(loose))
     # Rows that see none of the huge values are what they are without them.
     values["v"][:hidden] = 0.0
-    plain, _ = attention_forward(q, k, subject.array(values["v"]), plan=plan, **options)
+    plain, _ = attention.forward(q, k, subject.array(values["v"]), plan=plan)
     blind = ~seen[:, :hidden].any(axis=1)
     assert blind.sum() >= 3
     np.testing.assert_array_equal(subject.numpy(plain)[blind], subject.numpy(o)[blind])

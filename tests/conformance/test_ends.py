@@ -7,12 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesp_core.formulas import (
-    embedding_backward,
-    embedding_forward,
-    linear_cross_entropy_backward,
-    linear_cross_entropy_forward,
-)
 from mesp_reference import cross_entropy as reference_loss
 from mesp_reference import embedding as reference_embedding
 from mesp_reference.check.naive import round_to
@@ -35,14 +29,10 @@ def test_embedding(subject: Subject, tile: int) -> None:
 
     tokens = subject.array(TOKENS, "int32")
     dtype = subject.native_dtype(subject.dtype)
-    out, saved = embedding_forward(
-        tokens, subject.dense(values["table"]), dtype=dtype, xp=subject.xp
-    )
+    embedding = subject.ops.embedding
+    out, saved = embedding.forward(tokens, subject.dense(values["table"]), dtype=dtype)
     assert saved is None
-    dtable = embedding_backward(
-        subject.array(values["dout"]), saved, tokens, V, tile=tile, loops=subject.loops,
-        xp=subject.xp,
-    )  # fmt: skip
+    dtable = embedding.backward(subject.array(values["dout"]), saved, tokens, V, tile=tile)
     check(subject, {"out": out, "dtable": dtable}, expected, values, wide=("dtable",))
 
 
@@ -61,7 +51,7 @@ def test_linear_cross_entropy(
         dx, _ = reference_loss.linear_cross_entropy_backward(0.6, saved)
         return {"loss": np.array(loss), "dx": dx if gradient else None}
 
-    loss, saved = linear_cross_entropy_forward(
+    loss, saved = subject.ops.linear_cross_entropy.forward(
         subject.array(values["x"]),
         weight,
         subject.array(TARGETS, "int32"),
@@ -70,12 +60,10 @@ def test_linear_cross_entropy(
         gradient=gradient,
         vocabulary_tile=vocabulary_tile,
         token_tile=token_tile,
-        loops=subject.loops,
-        xp=subject.xp,
     )
     subject.keep(saved)
     assert loss.shape == ()
-    dx = linear_cross_entropy_backward(0.6, saved) if gradient else saved.dx
+    dx = subject.ops.linear_cross_entropy.backward(0.6, saved) if gradient else saved.dx
     check(subject, {"loss": loss, "dx": dx}, expected, values, wide=("loss",))
     if gradient:
         masked = np.flatnonzero(values["weights"] == 0.0)
@@ -83,7 +71,7 @@ def test_linear_cross_entropy(
         assert not subject.numpy(dx)[masked].any()
     else:
         with pytest.raises(ValueError, match="gradient=False"):
-            linear_cross_entropy_backward(0.6, saved)
+            subject.ops.linear_cross_entropy.backward(0.6, saved)
 
 
 def _case(subject: Subject, quantized: bool) -> tuple[dict[str, np.ndarray], Any]:
@@ -101,7 +89,7 @@ def _case(subject: Subject, quantized: bool) -> tuple[dict[str, np.ndarray], Any
 def test_every_target_masked(subject: Subject) -> None:
     """Loss 0 and a gradient of zeros, with the normalizer 1 that an empty batch gets."""
     values = draw(18, subject.dtype, x=(N, D), weight=(V, D))
-    loss, saved = linear_cross_entropy_forward(
+    loss, saved = subject.ops.linear_cross_entropy.forward(
         subject.array(values["x"]),
         subject.dense(values["weight"]),
         subject.array(TARGETS, "int32"),
@@ -109,11 +97,9 @@ def test_every_target_masked(subject: Subject) -> None:
         normalizer=1.0,
         vocabulary_tile=8,
         token_tile=4,
-        loops=subject.loops,
-        xp=subject.xp,
     )
     assert float(loss) == 0.0
-    assert not subject.numpy(linear_cross_entropy_backward(1.0, saved)).any()
+    assert not subject.numpy(subject.ops.linear_cross_entropy.backward(1.0, saved)).any()
 
 
 def test_far_apart_logits(subject: Subject) -> None:
@@ -125,7 +111,7 @@ def test_far_apart_logits(subject: Subject) -> None:
         loss, _ = reference_loss.linear_cross_entropy_forward(x, weight, TARGETS, np.ones(N))
         return {"loss": np.array(loss)}
 
-    loss, _ = linear_cross_entropy_forward(
+    loss, _ = subject.ops.linear_cross_entropy.forward(
         subject.array(values["x"]),
         subject.dense(values["weight"]),
         subject.array(TARGETS, "int32"),
@@ -133,7 +119,5 @@ def test_far_apart_logits(subject: Subject) -> None:
         normalizer=float(N),
         vocabulary_tile=8,
         token_tile=4,
-        loops=subject.loops,
-        xp=subject.xp,
     )
     check(subject, {"loss": loss}, expected, values, wide=("loss",))

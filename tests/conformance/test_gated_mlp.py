@@ -73,7 +73,7 @@ def test_gated_mlp(subject: Subject, case: str) -> None:
     projections = [_projection(subject, values, name) for name in NAMES]
     drops = [masks[name].dropout(subject) if dropped else None for name in NAMES]
     plan = MlpPlan(kind, *tiles, (drops[0], drops[1], drops[2]))
-    mlp = subject.operations.gated_mlp
+    mlp = subject.ops.gated_mlp
     y, saved = mlp.forward(subject.array(values["x"]), *projections, plan=plan)
     subject.keep(saved)
     dx, *gradients = mlp.backward(subject.array(values["dy"]), saved, *projections, plan=plan)
@@ -129,7 +129,7 @@ def test_activation(subject: Subject, kind: str) -> None:
     act, slope = activation_with_slope(g, kind, xp=wide.xp)
     outputs = {"value": activation(g, kind, xp=wide.xp), "act": act, "slope": slope}
     check(wide, outputs, expected, values)
-    implementation = wide.library.activations
+    implementation = wide.activations
     act, slope = implementation.with_slope(g, kind, xp=wide.xp)
     outputs = {"value": implementation.value(g, kind, xp=wide.xp), "act": act, "slope": slope}
     check(wide, outputs, expected, values)
@@ -139,7 +139,7 @@ def test_activation(subject: Subject, kind: str) -> None:
 def test_activation_far_from_zero(subject: Subject, kind: str) -> None:
     """Large arguments give 0 or the argument, and slopes 0 or 1: never NaN, and no warning."""
     g = subject.array(np.array([-1e4, -300.0, 300.0, 1e4]), subject.wide)
-    implementation = subject.library.activations
+    implementation = subject.activations
     act, slope = implementation.with_slope(g, kind, xp=subject.xp)
     value = implementation.value(g, kind, xp=subject.xp)
     for values in (act, value):

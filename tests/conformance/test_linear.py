@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesp_core.formulas import FrozenMatrix, frozen_linear_backward, frozen_linear_forward
+from mesp_core.formulas import FrozenMatrix
 from mesp_core.formulas.frozen_matrix import rows_per_tile, tiled_matmul, tiled_matmul_t
 from mesp_core.formulas.quantization import BITS, GROUPS, unpack
 from mesp_core.host_matrix import HostMatrix, HostRuntime
@@ -57,9 +57,9 @@ def test_frozen_linear(subject: Subject, kind: tuple[int, int] | None, with_bias
         return {"y": y, "dx": reference.linear_backward(dy, saved)}
 
     bias = subject.array(values["bias"], subject.wide) if with_bias else None
-    y, saved = frozen_linear_forward(subject.array(values["x"]), matrix, bias, xp=subject.xp)
+    y, saved = subject.ops.frozen_linear.forward(subject.array(values["x"]), matrix, bias)
     assert saved is None
-    dx = frozen_linear_backward(subject.array(values["dy"]), saved, matrix, xp=subject.xp)
+    dx = subject.ops.frozen_linear.backward(subject.array(values["dy"]), saved, matrix)
     check(subject, {"y": y, "dx": dx}, expected, values | {"weight": weight})
 
 
@@ -114,7 +114,6 @@ def test_host_matrix(namespace: str, kind: tuple[int, int] | None) -> None:
     out = 301
     matrix, weight = frozen(subject, kind, out)
     stored = _stored(weight, kind)
-    library = subject.library
 
     def new_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, np.ndarray]:
         if namespace == "numpy":
@@ -126,7 +125,7 @@ def test_host_matrix(namespace: str, kind: tuple[int, int] | None) -> None:
         view[...] = np.nan
         return array, view
 
-    runtime = HostRuntime(library.xp, library.loops, new_buffer, 1)
+    runtime = HostRuntime(subject.xp, subject.loops, new_buffer, 1)
     host = HostMatrix(stored, np.float32, runtime)
     x, dy = draw(6, "float32", x=(N, weight.shape[1]), dy=(N, out)).values()
     columns = 7 if kind is None else kind[1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mesp_core.formulas import Projection, lora_linear_backward, lora_linear_forward
+from mesp_core.formulas import Projection
 from mesp_reference import lora_linear as reference
 from tests.conformance.agreement import check, draw
 from tests.conformance.masks import Mask
@@ -43,18 +43,17 @@ def test_lora_linear(
         SCALE,
     )
     dropout = MASK.dropout(subject) if dropped else None
-    y, saved = lora_linear_forward(
-        subject.array(values["x"]), projection, dropout=dropout, store_h=store_h, xp=subject.xp
+    y, saved = subject.ops.lora_linear.forward(
+        subject.array(values["x"]), projection, dropout=dropout, store_h=store_h
     )
     subject.keep(saved)
     assert (saved.h is not None) == store_h
-    dx, gradients = lora_linear_backward(
+    dx, gradients = subject.ops.lora_linear.backward(
         subject.array(values["dy"]),
         saved,
         projection,
         dropout=dropout,
         input_gradient=input_gradient,
-        xp=subject.xp,
     )
     assert gradients is not None
     outputs = {"y": y, "dx": dx, "da": gradients.da, "db": gradients.db}
@@ -72,10 +71,12 @@ def test_without_an_adapter(subject: Subject) -> None:
         return {"y": y, "dx": dx, "gradients": None}
 
     projection = Projection(subject.dense(values["weight"]))
-    options = {"dropout": MASK.dropout(subject), "xp": subject.xp}
-    y, saved = lora_linear_forward(subject.array(values["x"]), projection, **options)
+    options = {"dropout": MASK.dropout(subject)}
+    y, saved = subject.ops.lora_linear.forward(subject.array(values["x"]), projection, **options)
     assert saved.h is None
-    dx, gradients = lora_linear_backward(subject.array(values["dy"]), saved, projection, **options)
+    dx, gradients = subject.ops.lora_linear.backward(
+        subject.array(values["dy"]), saved, projection, **options
+    )
     outputs = {"y": y, "dx": dx, "gradients": gradients}
     check(subject, outputs, expected, values, wide=("dx",))
 
@@ -83,9 +84,9 @@ def test_without_an_adapter(subject: Subject) -> None:
 def test_nothing_to_compute(subject: Subject) -> None:
     values = draw(9, subject.dtype, x=(N, IN), dy=(N, OUT), weight=(OUT, IN))
     projection = Projection(subject.dense(values["weight"]))
-    _, saved = lora_linear_forward(subject.array(values["x"]), projection, xp=subject.xp)
+    _, saved = subject.ops.lora_linear.forward(subject.array(values["x"]), projection)
     dy = subject.array(values["dy"])
-    assert lora_linear_backward(dy, saved, projection, input_gradient=False, xp=subject.xp) == (
+    assert subject.ops.lora_linear.backward(dy, saved, projection, input_gradient=False) == (
         None,
         None,
     )
@@ -113,10 +114,8 @@ def test_parameters_in_the_activations_dtype(subject: Subject) -> None:
         lora_b=subject.array(values["b"]),
         scale=SCALE,
     )
-    y, saved = lora_linear_forward(subject.array(values["x"]), projection, xp=subject.xp)
-    dx, gradients = lora_linear_backward(
-        subject.array(values["dy"]), saved, projection, xp=subject.xp
-    )
+    y, saved = subject.ops.lora_linear.forward(subject.array(values["x"]), projection)
+    dx, gradients = subject.ops.lora_linear.backward(subject.array(values["dy"]), saved, projection)
     assert gradients is not None
     outputs = {"y": y, "dx": dx, "da": gradients.da, "db": gradients.db}
     check(subject, outputs, expected, values, wide=("dx", "da", "db"))

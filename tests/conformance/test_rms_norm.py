@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mesp_core.formulas import rms_norm_backward, rms_norm_forward
 from mesp_reference import rms_norm as reference
 from tests.conformance.agreement import check, draw
 from tests.conformance.subjects import Subject
@@ -26,12 +25,15 @@ def test_rms_norm(
         dx, dweight = reference.rms_norm_backward(dout, saved)
         return {"out": out, "dx": dx, "dweight": dweight if weight_gradient else None}
 
-    xp, weight = subject.xp, subject.array(values["weight"], subject.wide)
-    options = {"plus_one": plus_one, "xp": xp}
-    out, saved = rms_norm_forward(subject.array(values["x"]), weight, eps=EPS, **options)
+    norm, weight = subject.ops.rms_norm, subject.array(values["weight"], subject.wide)
+    out, saved = norm.forward(subject.array(values["x"]), weight, eps=EPS, plus_one=plus_one)
     subject.keep(saved)
-    dx, dweight = rms_norm_backward(
-        subject.array(values["dout"]), saved, weight, weight_gradient=weight_gradient, **options
+    dx, dweight = norm.backward(
+        subject.array(values["dout"]),
+        saved,
+        weight,
+        plus_one=plus_one,
+        weight_gradient=weight_gradient,
     )
     outputs = {"out": out, "dx": dx, "dweight": dweight}
     check(subject, outputs, expected, values, wide=("dweight",))

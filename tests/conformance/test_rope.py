@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesp_core.formulas import rope_backward, rope_forward, rope_frequencies, rope_tables
+from mesp_core.formulas import rope_frequencies, rope_tables
 from mesp_reference import rope as reference
 from mesp_reference.check.compare import assert_close
 from tests.conformance.agreement import check, draw
@@ -71,10 +71,10 @@ def test_rope(subject: Subject, interleaved: bool, partial: float, scaling: str)
     frequencies, factor = rope_frequencies(int(E * partial), THETA, SCALINGS[scaling])
     tables = rope_tables(POSITION.astype(np.float64), np.asarray(frequencies), factor, xp=np)
     tables = [subject.array(table, subject.wide) for table in tables]
-    options = {"interleaved": interleaved, "xp": subject.xp}
-    out, saved = rope_forward(subject.array(values["x"]), *tables, **options)
+    rope = subject.ops.rope
+    out, saved = rope.forward(subject.array(values["x"]), *tables, interleaved=interleaved)
     assert saved is None
-    dx = rope_backward(subject.array(values["dout"]), saved, *tables, **options)
+    dx = rope.backward(subject.array(values["dout"]), saved, *tables, interleaved=interleaved)
     check(subject, {"out": out, "dx": dx}, expected, values)
 
 
