@@ -2,6 +2,10 @@
 
 ``err(kernel) ≤ err(naive) + tolerance`` needs a naive computation in each dtype. NumPy has no
 bfloat16, so the float64 reference itself runs on arrays that round after each operation.
+
+A sum inside one operation is exact and rounded once, unless ``in_order`` says otherwise: then a
+float32 matrix product adds one term after the other, as plain loops and many GPUs do. For sums of
+a thousand terms that alone is off by more than the table's entry.
 """
 
 from __future__ import annotations
@@ -26,14 +30,19 @@ class Rounded(np.ndarray):
     """float64 values of a narrow dtype; what any NumPy function makes of them is rounded too."""
 
     narrow: str
+    in_order: bool
 
     def __array_finalize__(self, obj: Any) -> None:
         self.narrow = getattr(obj, "narrow", "float64")
+        self.in_order = getattr(obj, "in_order", False)
 
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any
     ) -> Any:
-        result = self._round(getattr(ufunc, method)(*_plain(inputs), **_plain(options)))
+        inputs = _plain(inputs)
+        if ufunc is np.matmul and self.in_order and self.narrow == "float32":
+            return self._round(_product_in_order(*inputs))
+        result = self._round(getattr(ufunc, method)(*inputs, **_plain(options)))
         if out is None:
             return result
         out[0][...] = result
@@ -46,15 +55,23 @@ class Rounded(np.ndarray):
         if isinstance(result, list | tuple):
             return type(result)(self._round(part) for part in result)
         if isinstance(result, np.ndarray | np.floating) and result.dtype.kind == "f":
-            return rounded(np.asarray(result), self.narrow)
+            return rounded(np.asarray(result), self.narrow, in_order=self.in_order)
         return result
 
 
-def rounded(values: np.ndarray, dtype: str) -> Rounded:
+def rounded(values: np.ndarray, dtype: str, *, in_order: bool = False) -> Rounded:
     """``values`` as an array that rounds to ``dtype``, now and after every operation."""
     array = round_to(values, dtype).view(Rounded)
     array.narrow = dtype
+    array.in_order = in_order
     return array
+
+
+def _product_in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a b in float32: [M, K], [K, N] -> [M, N], each sum from its first term to its last."""
+    # Unoptimised einsum over contiguous rows is that loop, in C; a test holds it to it.
+    a, b = np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b, np.float32)
+    return np.einsum("mk,kn->mn", a, b, optimize=False).astype(np.float64)
 
 
 def _plain(tree: Any) -> Any:
