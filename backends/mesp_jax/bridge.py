@@ -6,7 +6,6 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from mesp_core.bridge_kernels import Kernel
 from mesp_core.errors import MespError
@@ -15,7 +14,7 @@ from mesp_jax.jax_backend import JaxBackend
 
 def apply(kernel: Kernel, *inputs: jax.Array) -> jax.Array:
     """``kernel`` on JAX arrays: differentiable in reverse, under ``jax.jit`` and ``lax.scan`` or
-    outside of them."""
+    outside of them, where its components are compiled once for each signature."""
     for array in inputs:
         if not isinstance(array, jax.Array):
             raise MespError(
@@ -31,33 +30,20 @@ def _backend() -> JaxBackend:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
 def _node(kernel: Kernel, *inputs: Any) -> Any:
     out, _ = kernel.forward(_backend(), *inputs, gradient=False)
     return out
 
 
-@partial(jax.jit, static_argnums=0)
 def _forward(kernel: Kernel, *inputs: Any) -> tuple[Any, tuple[Any, Any]]:
     out, saved = kernel.forward(_backend(), *inputs, gradient=True)
     return out, (saved, inputs)
 
 
-@partial(jax.jit, static_argnums=0)
 def _backward(kernel: Kernel, residual: tuple[Any, Any], dout: Any) -> tuple[Any, ...]:
+    """A gradient for each input; None is JAX's word for one that is zero."""
     saved, inputs = residual
-    gradients = kernel.backward(_backend(), dout, saved, *inputs)
-    return tuple(
-        _zero_of(array) if gradient is None else gradient
-        for array, gradient in zip(inputs, gradients, strict=True)
-    )
-
-
-def _zero_of(array: Any) -> Any:
-    """What JAX takes for "no gradient": of integers zeros of a dtype without bits."""
-    if jax.numpy.issubdtype(array.dtype, jax.numpy.inexact):
-        return jax.numpy.zeros_like(array)
-    return np.zeros(array.shape, jax.dtypes.float0)
+    return kernel.backward(_backend(), dout, saved, *inputs)
 
 
 _node.defvjp(_forward, _backward)
