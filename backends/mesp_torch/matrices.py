@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ class Native:
     """How matrices are multiplied.
 
     product: the dtype of both factors, summed by torch in float32; None for the accumulation
-    dtype of the input, which is also what every result is in.
+    dtype of the input, which is also what every result is in. wide: the accumulation dtype of the
+    model, by name, in which rows are taken.
     """
 
     device: torch.device
+    wide: str
     product: torch.dtype | None
     tile_weights: int
     xp: Any = field(repr=False)
@@ -96,7 +98,14 @@ class NativeMatrix:
         return NativeMatrix(self.matrix.tile(i, size, axis), self.how)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.matrix.take(rows)
+        matrix = self.matrix
+        if isinstance(matrix, DenseMatrix):
+            return matrix.take(rows)
+        picked = [
+            part.index_select(0, rows) for part in (matrix.codes, matrix.scales, matrix.biases)
+        ]
+        taken = replace(matrix, codes=picked[0], scales=picked[1], biases=picked[2])
+        return taken.dense(getattr(torch, self.how.wide)).values
 
     def _product(self, x: torch.Tensor, *, transpose: bool) -> torch.Tensor:
         result = accumulation_dtype(x.dtype, self.how.xp)
@@ -143,4 +152,5 @@ class NativeStreamed:
         return self.how.load(self.stored.rows(lo, hi) if axis == 0 else self.stored.columns(lo, hi))
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.stored.take(rows.cpu().numpy())).to(self.how.device)
+        taken = self.stored.take(rows.cpu().numpy(), getattr(np, self.how.wide))
+        return torch.from_numpy(taken).to(self.how.device)

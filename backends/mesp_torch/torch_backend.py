@@ -25,8 +25,8 @@ from mesp_core.operations import (
 )
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_torch.activations import native_activations
-from mesp_torch.attention import FlashAttention, unusable
 from mesp_torch.decoding import TorchHostMatrix
+from mesp_torch.flash import FlashAttention, unusable
 from mesp_torch.matrices import Native, NativeStreamed
 from mesp_torch.namespace import TorchNamespace
 
@@ -136,7 +136,7 @@ class TorchBackend(Backend):
     def frozen(self, stored: StoredMatrix, dtype: str, residency: str) -> FrozenMatrix:
         wide = "float64" if dtype == "float64" else "float32"
         if self.native:
-            how = self._how(torch.bfloat16 if dtype == "bfloat16" else None)
+            how = self._how(wide, torch.bfloat16 if dtype == "bfloat16" else None)
             self._weights_met.add("multiplied on the device in their stored form")
             return NativeStreamed(stored, how) if residency == "streamed" else how.load(stored)
         if residency == "resident":
@@ -144,16 +144,16 @@ class TorchBackend(Backend):
         if not stored.quantized and stored.row_order is None:
             if stored.dtype == wide:
                 self._weights_met.add(f"{wide} ones multiplied where they lie")
-                return self._how(None).load(stored)
+                return self._how(wide).load(stored)
             if stored.dtype == dtype == "bfloat16" and self.multiplies_bf16:
                 self._weights_met.add("bfloat16 ones multiplied where they lie, which is faster")
-                return self._how(torch.bfloat16).load(stored)
+                return self._how(wide, torch.bfloat16).load(stored)
         kind = f"{stored.bits}-bit" if stored.quantized else stored.dtype
         self._weights_met.add(f"{kind} ones decoded to {wide} by tile")
         return TorchHostMatrix(stored, getattr(np, wide), self._runtime)
 
-    def _how(self, product: torch.dtype | None) -> Native:
-        return Native(self._device, product, self.tiles.weights, self.xp, self.loops)
+    def _how(self, wide: str, product: torch.dtype | None = None) -> Native:
+        return Native(self._device, wide, product, self.tiles.weights, self.xp, self.loops)
 
     def explain(self) -> list[Implementation]:
         weights = "; ".join(sorted(self._weights_met)) or "none met yet"

@@ -18,7 +18,7 @@ from mesp_core.formulas import AttentionPlan, attention_backward, attention_forw
 from mesp_core.formulas.loops import EagerLoops
 from mesp_reference.check.compare import assert_close
 from mesp_reference.check.tolerances import TOLERANCES
-from mesp_torch.attention import SCHEMAS, unusable
+from mesp_torch.flash import SCHEMAS, unusable
 from mesp_torch.torch_backend import TorchBackend
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def test_the_operators_have_the_schema_they_are_called_with(name: str) -> None:
     found = str(getattr(torch.ops.aten, name).default._schema)
     assert found == SCHEMAS[name], (
         f"torch {torch.__version__} has changed aten::{name}: attention now runs by tiles. Read "
-        "what changed, adapt mesp_torch/attention.py, and pin the new schema there."
+        "what changed, adapt mesp_torch/flash.py, and pin the new schema there."
     )
 
 
@@ -39,7 +39,7 @@ def test_another_schema_or_device_means_tiles(monkeypatch: pytest.MonkeyPatch) -
     assert unusable(torch.device("cpu")) is None
     assert "CPUs" in str(unusable(torch.device("cuda")))
     changed = dict.fromkeys(SCHEMAS, "aten::something_else()")
-    monkeypatch.setattr("mesp_torch.attention.SCHEMAS", changed)
+    monkeypatch.setattr("mesp_torch.flash.SCHEMAS", changed)
     backend = TorchBackend.on("cpu")
     row = next(row for row in backend.explain() if row.component == "attention")
     assert row.name == "formula"
