@@ -33,18 +33,18 @@ class Batch:
 
         prompt_lengths: how many leading ids of each sequence are prompt, and so never a target.
         numbers: the sequences' numbers for dropout; their place in the batch by default.
-        Raises MespError for an empty batch, a sequence of fewer than two ids, a negative id, or
-        lengths that do not match.
+        Raises MespError for an empty batch, a sequence that is not a flat one of integers, of fewer
+        than two ids or with a negative one, or lengths that do not match.
         """
         if not len(sequences):
             raise MespError("a batch needs at least one sequence, and got none")
-        prompts = [0] * len(sequences) if prompt_lengths is None else list(prompt_lengths)
-        if len(prompts) != len(sequences):
-            raise MespError(f"{len(prompts)} prompt lengths for {len(sequences)} sequences")
+        count = len(sequences)
+        prompts = _one_each(prompt_lengths, [0] * count, count, "prompt lengths")
+        numbered = _one_each(numbers, range(count), count, "numbers")
         rows = [_ids(row, place) for place, row in enumerate(sequences)]
         weights = []
         for place, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-            if not 0 <= prompt <= len(row):
+            if prompt > len(row):
                 raise MespError(
                     f"prompt length {prompt} of sequence {place} is not within its {len(row)} ids"
                 )
@@ -56,7 +56,7 @@ class Batch:
             targets=np.concatenate([row[1:] for row in rows]),
             weights=np.concatenate(weights),
             starts=np.cumsum([0, *(len(row) - 1 for row in rows)]),
-            numbers=np.arange(len(rows)) if numbers is None else np.asarray(numbers),
+            numbers=numbered,
         )
 
     @property
@@ -108,13 +108,35 @@ def check_id(largest: int, vocabulary: int, what: str = "token") -> None:
 
 
 def _ids(row: Sequence[int], place: int) -> np.ndarray:
-    ids = np.asarray(row)
-    if ids.ndim != 1 or len(ids) < 2:
+    ids = _integers(row, f"sequence {place}")
+    if len(ids) < 2:
         raise MespError(
-            f"sequence {place} has {ids.size} token id(s); next-token training needs at least 2"
+            f"sequence {place} has {len(ids)} token id(s); next-token training needs at least 2"
         )
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise MespError(f"sequence {place} holds {ids.dtype} values, not integer token ids")
-    if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
-        raise MespError(f"sequence {place} holds token ids outside 0 … 2³¹ − 1")
     return ids.astype(np.int32)
+
+
+def _one_each(
+    given: Sequence[int] | None, default: Sequence[int], count: int, what: str
+) -> np.ndarray:
+    """One integer for each of ``count`` sequences."""
+    found = _integers(default if given is None else given, what)
+    if len(found) != count:
+        raise MespError(f"{len(found)} {what} for {count} sequences")
+    return found
+
+
+def _integers(values: Sequence[int], what: str) -> np.ndarray:
+    """int64 [n], every one of which an int32 holds and none negative."""
+    try:
+        found = np.asarray(values)
+    except ValueError:
+        raise MespError(f"{what} must be a flat list of integers") from None
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise MespError(
+            f"{what} must be a flat list of integers, not {found.dtype} values of shape "
+            f"{found.shape}"
+        )
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= np.iinfo(np.int32).max:
+        raise MespError(f"{what} holds integers outside 0 … 2³¹ − 1")
+    return found.astype(np.int64)

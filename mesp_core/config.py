@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,10 +158,12 @@ class ModelConfig:
     def from_huggingface(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json, in the style of transformers 4 or 5.
 
-        Raises UnsupportedError for an architecture, activation or RoPE scaling that we lack, and
-        MespError for a missing or impossible value, naming the key.
+        Raises UnsupportedError for an architecture, activation, RoPE scaling or logit capping that
+        we lack, and MespError for a missing or impossible value, naming the key.
         """
         family = _family(raw)
+        if raw.get("final_logit_softcapping") is not None:
+            raise UnsupportedError("final_logit_softcapping is not supported; remove it")
         values = _Reader({**family.defaults, **{k: v for k, v in raw.items() if v is not None}})
         # An explicit null means "no window", where a missing key means the family's default.
         if "sliding_window" in raw:
@@ -285,7 +287,8 @@ class _Reader:
 def positive_number(key: str, value: Any) -> float:
     """A finite number above 0 from an untrusted file; raises MespError naming the key."""
     number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not math.isfinite(value) or value <= 0:
+    # An integer can be larger than any float.
+    if not number or not 0 < value <= sys.float_info.max:
         raise MespError(f"{key} must be a positive number, not {value!r}")
     return float(value)
 
@@ -319,8 +322,11 @@ def _rope(values: _Reader, head_dim: int) -> RopeConfig:
         raise UnsupportedError("RoPE parameters that differ from layer to layer are not supported")
     theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    dim = int(head_dim * positive_number("partial_rotary_factor", partial))
-    if dim % 2 or not 0 < dim <= head_dim:
+    share = positive_number("partial_rotary_factor", partial)
+    if share > 1.0:
+        raise MespError(f"partial_rotary_factor must be at most 1, not {share}")
+    dim = int(head_dim * share)
+    if dim % 2 or not dim:
         raise MespError(f"RoPE needs an even number of features up to {head_dim}, not {dim}")
     return RopeConfig(
         theta=positive_number("rope_theta", theta),
@@ -359,11 +365,12 @@ def _rope_scaling(given: Mapping[str, Any]) -> dict[str, Any] | None:
 def _windows(values: _Reader, sliding: str, layers: int) -> tuple[int | None, ...]:
     raw = values.raw
     enabled = sliding != "upper" or values.choice("use_sliding_window")
-    if not enabled or raw.get("sliding_window") is None:
-        return (None,) * layers
-    window = values.size("sliding_window")
+    some = enabled and raw.get("sliding_window") is not None
+    window = values.size("sliding_window") if some else None
     kinds = raw.get("layer_types")
     if kinds is None:
+        if window is None:
+            return (None,) * layers
         first = {"none": layers, "all": 0, "upper": raw.get("max_window_layers")}[sliding]
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise MespError(f"max_window_layers must be a count of layers, not {first!r}")
@@ -372,6 +379,8 @@ def _windows(values: _Reader, sliding: str, layers: int) -> tuple[int | None, ..
         raise MespError(f"layer_types must name the attention of each of the {layers} layers")
     known = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise UnsupportedError(f"layer type {kind!r} is not supported; known: {list(known)}")
+    if window is None and "sliding_attention" in kinds:
+        raise MespError("layer_types has sliding_attention, but no sliding_window is in force")
     return tuple(known[kind] for kind in kinds)

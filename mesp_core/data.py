@@ -12,6 +12,7 @@ import numpy as np
 
 from mesp_core.batch import Batch, check_id
 from mesp_core.errors import MespError, UnsupportedError
+from mesp_core.files.mapped_file import read_text
 from mesp_core.files.tokenizer import Tokenizer
 
 #: One part in so many is held out for validation where the data has no split of its own.
@@ -84,7 +85,10 @@ def _topics(tokenizer: Tokenizer, max_length: int) -> Corpus:
 
 
 def _text_file(path: Path, tokenizer: Tokenizer, max_length: int) -> Corpus:
-    ids = encode_text(_read(path), tokenizer)
+    text = read_text(path, "utf-8-sig")
+    if not text.strip():
+        raise MespError(f"{path} holds no text")
+    ids = encode_text(text, tokenizer)
     if len(ids) < 2:
         raise MespError(f"{path} has {len(ids)} token(s); next-token training needs at least 2")
     held_out = len(ids) // _HELD_OUT
@@ -113,12 +117,16 @@ def _records(path: Path, tokenizer: Tokenizer, max_length: int) -> tuple[list[Ro
     rows: list[Row] = []
     first_short: tuple[int, int] | None = None
     skipped = read = 0
-    for number, line in enumerate(_read(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
-        text = _text_of(line, f"{path}:{number}", first=read == 0)
+        where = f"{path}:{number}"
+        text = _text_of(line, where, first=read == 0)
         read += 1
-        ids = encode_text(text, tokenizer)
+        try:
+            ids = encode_text(text, tokenizer)
+        except MespError as error:
+            raise MespError(f"{where}: {error}") from None
         if len(ids) < 2:
             first_short = first_short or (number, len(ids))
             skipped += 1
@@ -137,31 +145,24 @@ def _records(path: Path, tokenizer: Tokenizer, max_length: int) -> tuple[list[Ro
 def _text_of(line: str, where: str, *, first: bool) -> str:
     try:
         record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    except RecursionError:
+        raise MespError(f"{where}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise MespError(f"{where}: not valid JSON ({reason})") from None
     if not isinstance(record, dict):
-        raise MespError(f"{where}: a record must be an object with text, not {type(record)}")
+        kind = type(record).__name__
+        raise MespError(f"{where}: a record must be an object with text, not of type {kind}")
+    text = record.get("text")
     for other in ("prompt", "messages"):
-        if first and other in record:
+        # As in mlx-lm, the first record says of what kind all are.
+        if other in record and (first or not isinstance(text, str)):
             raise UnsupportedError(
                 f"{where}: records with {other!r} are not read yet; give records with 'text'"
             )
-    text = record.get("text")
     if not isinstance(text, str):
         raise MespError(f"{where}: the record has no string 'text'")
     return text
-
-
-def _read(path: Path) -> str:
-    if path.exists() and not path.is_file():
-        raise MespError(f"{path} is not a regular file")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise MespError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise MespError(f"{path} is not UTF-8 text (byte {error.start})") from None
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Row:

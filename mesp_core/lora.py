@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,17 +22,21 @@ PROJECTIONS = (
     "mlp.down_proj",
 )
 
+#: Beyond any use: no model is so wide.
+_LARGEST_RANK = 1 << 16
+
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adaptation W₀ + scale · (A B)ᵀ of the frozen projections.
 
-    rank: R, at least 1.
+    rank: R, from 1 to 65536.
     alpha: the contribution is ``scale · (x A) B`` with ``scale = alpha / rank``
         (``alpha / √rank`` with ``rank_stabilized``), as in PEFT. mlx-lm's ``scale`` is this
         ``scale`` itself: use :meth:`from_scale`.
     dropout: probability that an input feature of the low-rank path is zeroed in training.
-    targets: block-relative names (``self_attn.q_proj``) or their last part (``q_proj``).
+    targets: block-relative names (``self_attn.q_proj``) or their last part (``q_proj``); a name
+        that comes twice counts once.
     layers: how many blocks, counted from the last, are adapted; 0 or less means all.
     dtype: ``float32`` (default), ``bfloat16`` (updated with stochastic rounding), ``float64``.
     """
@@ -45,17 +50,28 @@ class LoraConfig:
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise MespError(f"LoRA rank must be at least 1, not {self.rank}")
-        if not math.isfinite(self.alpha):
+        for name, value in (("rank", self.rank), ("layers", self.layers)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise MespError(f"LoRA {name} must be an integer, not {value!r}")
+        for name, value in (("alpha", self.alpha), ("dropout", self.dropout)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise MespError(f"LoRA {name} must be a number, not {value!r}")
+        if not 1 <= self.rank <= _LARGEST_RANK:
+            reason = "at least 1" if self.rank < 1 else f"at most {_LARGEST_RANK}"
+            raise MespError(f"LoRA rank must be {reason}, not {self.rank}")
+        if not abs(self.alpha) <= sys.float_info.max:
             raise MespError(f"LoRA alpha must be a finite number, not {self.alpha}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise MespError(f"LoRA dropout must be in [0, 1), not {self.dropout}")
+        # Masks compare 32-bit words with round(dropout · 2³²), which must be such a word.
+        if not 0.0 <= self.dropout < 1.0 or round(self.dropout * 2**32) == 2**32:
+            raise MespError(
+                f"LoRA dropout must be in [0, 1), and 2⁻³² or more below 1, not {self.dropout}"
+            )
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise MespError(f"LoRA dtype must be float32, bfloat16 or float64, not {self.dtype}")
         if not self.targets:
             raise MespError("LoRA needs at least one target projection, e.g. self_attn.q_proj")
-        object.__setattr__(self, "targets", tuple(_full_name(name) for name in self.targets))
+        names = tuple(dict.fromkeys(map(_full_name, self.targets)))
+        object.__setattr__(self, "targets", names)
 
     @property
     def scale(self) -> float:
@@ -74,7 +90,7 @@ class LoraConfig:
 
 
 def _full_name(name: str) -> str:
-    if name in PROJECTIONS:
+    if isinstance(name, str) and name in PROJECTIONS:
         return name
     for known in PROJECTIONS:
         if known.rpartition(".")[2] == name:

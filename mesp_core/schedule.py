@@ -29,6 +29,9 @@ class Schedule:
             raise MespError(f"learning-rate schedule must be one of {KINDS}, not {self.kind!r}")
         if self.warmup < 0 or self.decay < 0:
             raise MespError("a schedule's warm-up and decay are counts of updates, 0 or more")
+        for what, rate in (("", self.peak), ("last ", self.end)):
+            if not 0.0 <= rate < math.inf:
+                raise MespError(f"the {what}learning rate must be 0 or more, not {rate}")
 
     def __call__(self, update: int) -> float:
         if update < self.warmup:

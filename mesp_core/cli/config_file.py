@@ -21,20 +21,25 @@ class Kind:
         """``value`` in this type. Raises MespError naming ``where`` when it does not fit."""
         read = self._converted(value)
         if read is None:
-            raise MespError(f"{where} must be of type {self.type.__name__}, not {value!r}")
+            kind = "list of names" if self.type is list else self.type.__name__
+            raise MespError(f"{where} must be of type {kind}, not {value!r}")
         if self.choices and read not in self.choices:
             raise MespError(f"{where} must be one of {', '.join(self.choices)}, not {value!r}")
         return read
 
     def _converted(self, value: Any) -> Any:
-        if self.type in (bool, list) or isinstance(value, bool):
-            return value if isinstance(value, self.type) else None
+        if self.type is list:
+            names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+            return value if names else None
+        if self.type is bool or isinstance(value, bool):
+            return value if self.type is bool and isinstance(value, bool) else None
         if not isinstance(value, int | float | str):
             return None
         try:
             # YAML 1.1 reads 1e-5 as a string, and 100.0 is a whole number.
-            read = self.type(value)
-            return None if self.type is int and float(value) != read else read
+            if self.type is int and not isinstance(value, int):
+                return int(float(value)) if float(value).is_integer() else None
+            return self.type(value)
         except (ValueError, OverflowError):
             return None
 
@@ -83,7 +88,8 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise MespError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    # ValueError: not UTF-8, or a number of thousands of digits.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise MespError(f"{path} is not valid YAML: {error}") from None
     return _mapping(path, raw)
 
@@ -113,11 +119,11 @@ def _schedule(where: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     arguments = raw.get("arguments")
     if not isinstance(arguments, list) or len(arguments) not in (2, 3):
         raise MespError(f"{where}: cosine_decay needs arguments: [first rate, updates, last rate]")
-    peak, decay, *end = (Kind(float).read(value, f"{where}.arguments") for value in arguments)
+    at = f"{where}.arguments"
     return {
         "lr_schedule": "cosine",
-        "learning_rate": peak,
-        "lr_decay": int(decay),
-        "lr_end": end[0] if end else 0.0,
+        "learning_rate": Kind(float).read(arguments[0], at),
+        "lr_decay": Kind(int).read(arguments[1], at),
+        "lr_end": Kind(float).read(arguments[2], at) if len(arguments) == 3 else 0.0,
         "warmup": Kind(int).read(raw.get("warmup", 0), f"{where}.warmup"),
     }

@@ -170,10 +170,17 @@ def _run(job: Job, trainer: Trainer, batches: Iterator[Batch]) -> Summary:
 
 
 def _sample(job: Job, prompt: str, when: str) -> str | None:
-    """Prints how the model goes on with ``prompt``; None when the prompt has no tokens."""
+    """Prints how the model goes on with ``prompt``; None when the prompt has no tokens, or when
+    training has made the model one that cannot go on."""
     if not job.tokenizer.encode(prompt):
         return None
-    text = continuation(job.model, job.tokenizer, prompt, _SAMPLE_TOKENS)
+    try:
+        text = continuation(job.model, job.tokenizer, prompt, _SAMPLE_TOKENS)
+    except NonFiniteError as error:
+        if when == "before":
+            raise
+        say(f"mesp: warning: after training, {error}", error=True)
+        return None
     say(f"\nSample {when}: {prompt!r} →\n{text.strip()}\n")
     return text
 

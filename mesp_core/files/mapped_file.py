@@ -70,14 +70,26 @@ def check_regular(path: Path) -> None:
         raise MespError(f"{path} is not a regular file")
 
 
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a regular file. Raises MespError when there is none."""
+    check_regular(path)
+    try:
+        return path.read_text(encoding=encoding)
+    except OSError as error:
+        raise MespError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise MespError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in an untrusted JSON file. Raises MespError when there is none."""
     check_regular(path)
     if path.stat().st_size > _LARGEST_JSON:
         raise MespError(f"{path} is too large to be a JSON file of a model")
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise MespError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise MespError(f"{path} must hold a JSON object")

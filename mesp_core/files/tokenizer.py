@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesp_core.errors import MespError
-from mesp_core.files.mapped_file import check_regular, read_json
+from mesp_core.files.mapped_file import check_regular, read_json, read_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -40,7 +40,14 @@ class Tokenizer:
         return None if text is None else self.backend_tokenizer.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """The ids of a text. Raises MespError for one that is not Unicode, or that the tokenizer
+        has no tokens for."""
+        if not is_unicode(text):
+            raise MespError("the text is not valid Unicode: it holds half of a surrogate pair")
+        try:
+            return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises no narrower one
+            raise MespError(f"the tokenizer cannot encode the text: {error}") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -88,7 +95,10 @@ def tokenizer_from_folder(folder: Path, model_config: Mapping[str, Any]) -> Toke
     backend.no_padding()
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
-    special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
+    special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(settings, name))}
+    for name, text in special.items():
+        if not is_unicode(text):
+            raise MespError(f"{settings_path}: {name} is not valid Unicode")
     if "eos_token" not in special:
         text = _token_at(backend, model_config.get("eos_token_id"))
         special |= {} if text is None else {"eos_token": text}
@@ -97,7 +107,18 @@ def tokenizer_from_folder(folder: Path, model_config: Mapping[str, Any]) -> Toke
     )
 
 
-def _token_text(value: Any) -> str | None:
+def is_unicode(text: str) -> bool:
+    """Whether the text holds no lone surrogate, which JSON escapes and bytes that are not UTF-8 in
+    an argument can bring, and which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _token_text(settings: Mapping[str, Any], name: str) -> str | None:
+    value = settings.get(name)
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -114,10 +135,9 @@ def _token_at(backend: tokenizers.Tokenizer, index: Any) -> str | None:
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        check_regular(path)
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = (t for t in template if isinstance(t, Mapping) and t.get("name") == "default")
+        template = next(named, {}).get("template")
+    return template if isinstance(template, str) and is_unicode(template) else None

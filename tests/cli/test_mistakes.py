@@ -119,6 +119,7 @@ def test_a_broken_test_set_stops_only_who_asks_for_it(finetune: Run, tmp_path: P
         ("", ["train.jsonl has no records"]),
         ('{"text": ""}\n', ["train.jsonl:1", "1 token(s)", "needs"]),
         ('{"text": "w3 w4"}\n{"text: 3}\n', ["train.jsonl:2: not valid JSON"]),
+        ('{"text": "w3 \\ud800 w4"}\n', ["train.jsonl:1", "not valid Unicode"]),
         ('{"messages": []}\n', ["'messages' are not read yet"]),
         ('{"prompt": "a", "completion": "b"}\n', ["'prompt' are not read yet"]),
     ],
@@ -164,6 +165,8 @@ def test_data_that_is_missing(finetune: Run, tmp_path: Path, data: Path) -> None
         ({"apply": "block", "grad_accumulation_steps": 2}, ["apply block cannot accumulate"]),
         ({"method": "magic"}, ["--method", "'magic'", "mesp"]),
         ({"resume_adapter_file": "nowhere.safetensors"}, ["no adapter at nowhere"]),
+        ({"rank": 10**30}, ["rank must be at most 65536"]),
+        ({"dropout": 0.9999999999}, ["dropout must be in [0, 1)"]),
         ({"config": "nowhere.yaml"}, ["cannot read nowhere.yaml"]),
         ({"no_such_flag": 1}, ["unrecognized arguments: --no-such-flag"]),
     ],
@@ -194,6 +197,13 @@ def test_masking_prompts_of_text(finetune: Run) -> None:
         ("lr_schedule: {name: step_decay, arguments: [1]}\n", ["cosine_decay"]),
         ("lr_schedule: {name: cosine_decay, arguments: 3}\n", ["needs arguments"]),
         ("apply: never\n", ["apply must be one of step, block"]),
+        ("lora_parameters: {keys: [1]}\n", ["keys must be of type list of names", "[1]"]),
+        ("target_modules: [1]\n", ["target_modules must be of type list of names"]),
+        ("lr_schedule: {name: cosine_decay, arguments: [1e-3, .inf]}\n", ["arguments must be"]),
+        ("lr_schedule: {name: cosine_decay, arguments: [1e-3, .nan]}\n", ["arguments must be"]),
+        ("lr_schedule: {name: cosine_decay, arguments: [1e-3, 2.5]}\n", ["arguments must be"]),
+        ("lr_schedule: {name: cosine_decay, arguments: [1e-3, 5, .nan]}\n", ["last learning rate"]),
+        ("seed: " + "9" * 5000 + "\n", ["not valid YAML", "5000 digits"]),
         ("optimizer_config: {adamw: {nesterov: true}}\n", ["no option 'nesterov'"]),
         ("optimizer_config: {adamw: {betas: 0.9}}\n", ["betas must be two numbers"]),
     ],
@@ -291,6 +301,68 @@ def test_going_on_with_other_shapes(finetune: Run, tmp_path: Path) -> None:
     assert finetune(rank=2, **flags).status == 0
 
 
+def without_unknown_word(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["unk_token"] = "none"
+    path.write_text(json.dumps(content))
+
+
+def set_tokenizer_config(**settings: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (without_unknown_word, ["cannot encode the text", "UNK"]),
+        (set_tokenizer_config(eos_token="\ud800"), ["eos_token is not valid Unicode"]),
+        (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), ["not UTF-8"]),
+        (set_config(rope_theta=10**400), ["rope_theta must be a positive number"]),
+        (set_config(rms_norm_eps=10**400), ["rms_norm_eps must be a positive number"]),
+        (set_config(partial_rotary_factor=1e308), ["partial_rotary_factor must be at most 1"]),
+        (set_config(layer_types=[["x"]] * 3), ["layer type ['x'] is not supported"]),
+    ],
+)
+def test_odd_values_in_the_files_of_a_model(
+    mesp: Run, tmp_path: Path, break_it: Callable[[Path], Any], words: list[str]
+) -> None:
+    model = write_model(tmp_path / "broken")
+    break_it(model)
+    check(mesp("generate", "--model", model, "--backend", "numpy", "--prompt", "w3 house"), *words)
+
+
+def test_a_chat_template_of_an_odd_shape_is_passed_over(mesp: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "odd")
+    set_tokenizer_config(chat_template=[{"name": []}, {"name": "default", "template": 3}])(model)
+    arguments = ("--model", model, "--backend", "numpy", "--prompt", "w3", "--max-tokens", 1)
+    assert mesp("generate", *arguments).status == 0
+
+
+def test_a_prompt_that_is_not_unicode(mesp: Run, tiny: Path) -> None:
+    check(
+        mesp("generate", "--model", tiny, "--backend", "numpy", "--prompt", "w3 \udcff"),
+        "not valid Unicode",
+    )
+
+
+def test_memory_that_runs_out(mesp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str) -> None:
+        raise MemoryError("Unable to allocate 8 EiB")
+
+    monkeypatch.setattr("mesp_core.cli.info.get_backend", full)
+    check(mesp("info", "--backend", "numpy"), "out of memory: Unable to allocate 8 EiB")
+
+
+def test_a_trained_model_that_can_no_longer_go_on(finetune: Run, tmp_path: Path) -> None:
+    """One huge finite step: told, and the report is there."""
+    outcome = finetune(optimizer="sgd", learning_rate=1e30, iters=3, json=tmp_path / "r.json")
+    assert outcome.status == 0, outcome.err
+    assert "warning: after training, the model's logits are NaN" in outcome.err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["after"] is None and report["sample_after"] is None
+
+
 def test_mistakes_of_the_other_commands(mesp: Run, tiny: Path, tmp_path: Path) -> None:
     check(mesp(), "give a command")
     check(mesp("fly"), "'fly'")
@@ -318,6 +390,33 @@ def test_as_a_process_too(tiny: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "mesp: error: LoRA rank must be at least 1, not 0\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", ">/dev/full"])
+def test_streams_that_are_closed_or_full(
+    tiny: Path, data: Path, tmp_path: Path, streams: str
+) -> None:
+    """Training goes on; a command that only prints needs its stdout."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment["PYTHONIOENCODING"] = "ascii"
+    command = (
+        f"{sys.executable} -m mesp_core.cli.main finetune --model {tiny} --data {data} "
+        f"--backend numpy --iters 2 --adapter-path {tmp_path / 'adapters'}"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {streams}"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert (tmp_path / "adapters" / "adapters.safetensors").exists()
+    if streams == "2>&-":
+        assert "\\u2192" in done.stdout and "Validation loss" in done.stdout
 
 
 def test_a_long_text_is_not_lost(finetune: Run, tmp_path: Path) -> None:

@@ -128,7 +128,13 @@ def test_unsupported(config, change, message):
         ({"rope_scaling": {"rope_type": "linear"}}, "linear needs factor"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        ({"partial_rotary_factor": 1e308}, "partial_rotary_factor must be at most 1"),
         ({"sliding_window": 4, "layer_types": ["full_attention"]}, "each of the 2 layers"),
+        ({"sliding_window": 4, "layer_types": [["x"]] * 2}, "layer type .'x'. is not supported"),
+        ({"layer_types": [["x"]] * 2}, "layer type .'x'. is not supported"),
+        ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window is in force"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
     ],
 )
 def test_impossible_values(config, change, message):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesp_core import MespError, UnsupportedError
+from mesp_core import Batch, MespError, UnsupportedError
 from mesp_core.data import Batches, encode_text, load_corpus, windows
 from mesp_core.files.checkpoint import open_checkpoint
 from mesp_core.files.tokenizer import Tokenizer
@@ -107,13 +107,20 @@ def test_python_topics_are_split_by_topic(tokenizer: Tokenizer) -> None:
         ([], MespError, "train.jsonl has no records"),
         (["", "  "], MespError, "train.jsonl has no records"),
         (['{"text": "w3 w4"}', "{nope"], MespError, "train.jsonl:2: not valid JSON"),
-        (['{"text": "w3 w4"}', "[1]"], MespError, "train.jsonl:2: a record must be an object"),
+        (
+            ['{"text": "w3 w4"}', "[1]"],
+            MespError,
+            "jsonl:2: a record must be .* not of type list",
+        ),
         (['{"text": "w3 w4"}', '{"txt": 1}'], MespError, "train.jsonl:2: .* no string 'text'"),
         (['{"text": 7}'], MespError, "train.jsonl:1: .* no string 'text'"),
         (['{"text": ""}', '{"text": ""}'], MespError, r"train.jsonl:1: the text has 1 token"),
-        (["[" * 100_000], MespError, "train.jsonl:1: not valid JSON"),
+        (["[" * 100_000], MespError, r"train.jsonl:1: not valid JSON \(nested too deeply"),
+        (["9" * 5000], MespError, r"train.jsonl:1: not valid JSON \(Exceeds the limit"),
+        (['{"text": "w3 \\ud800"}'], MespError, "train.jsonl:1: .*not valid Unicode"),
         (['{"prompt": "a", "completion": "b"}'], UnsupportedError, "'prompt' are not read yet"),
         (['{"messages": []}'], UnsupportedError, "'messages' are not read yet"),
+        (['{"text": "w3 w4"}', '{"messages": []}'], UnsupportedError, "jsonl:2: .*'messages'"),
     ],
 )
 def test_malformed_records_are_named(
@@ -137,6 +144,9 @@ def test_data_that_is_not_there_or_not_text(tokenizer: Tokenizer, tmp_path: Path
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(MespError, match="not UTF-8 text"):
         load_corpus(tmp_path / "latin.txt", tokenizer, 10)
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(MespError, match=r"empty\.txt holds no text"):
+        load_corpus(tmp_path / "empty.txt", tokenizer, 10)
     (tmp_path / "one.txt").write_text("w3")
     with pytest.raises(MespError, match="has 1 token"):
         load_corpus(tmp_path / "one.txt", without_end(tokenizer), 10)
@@ -181,9 +191,46 @@ def test_rows_keep_their_number_wherever_they_are_dealt() -> None:
         assert [tuple(rows[number]) for number in batch.numbers] == rows_of(batch)
 
 
+def test_an_id_beyond_the_vocabulary_is_found_in_every_split(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    corpus = load_corpus(write_data(tmp_path, train=[[3, 4]], test=[[5, 9]]), tokenizer, 10)
+    corpus.check_vocabulary(10)
+    with pytest.raises(MespError, match="token id 9 is not below .* size 9"):
+        corpus.check_vocabulary(9)
+
+
 def test_validation_batches_are_the_same_for_every_seed() -> None:
     rows = sequences(7)
     first = [rows_of(batch) for batch in Batches(rows, 2, seed=1).fixed(2)]
     assert first == [rows_of(batch) for batch in Batches(rows, 2, seed=9).fixed(2)]
     everything = [row for batch in Batches(rows, 2).fixed(-1) for row in rows_of(batch)]
     assert Counter(everything) == Counter(map(tuple, rows))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options", "message"),
+    [
+        ([], {}, "at least one sequence"),
+        ([[3]], {}, "sequence 0 has 1 token"),
+        ([[3, 4], []], {}, "sequence 1 has 0 token"),
+        ([[[1], [2, 3]]], {}, "sequence 0 must be a flat list of integers"),
+        ([[[1, 2], [3, 4]]], {}, "sequence 0 must be a flat list of integers, not int64"),
+        ([3, 4], {}, "sequence 0 must be a flat list of integers"),
+        ([[3.5, 4.0]], {}, "not float64"),
+        ([["a", "b"]], {}, "must be a flat list of integers"),
+        ([[3, -1]], {}, "outside 0"),
+        ([[3, 2**31]], {}, "outside 0"),
+        ([[3, 2**70]], {}, "sequence 0 must be a flat list of integers, not object"),
+        ([[3, 4]], {"prompt_lengths": [1, 1]}, "2 prompt lengths for 1 sequences"),
+        ([[3, 4]], {"prompt_lengths": [3]}, "prompt length 3 of sequence 0"),
+        ([[3, 4]], {"prompt_lengths": [0.5]}, "prompt lengths must be a flat list of integers"),
+        ([[3, 4]], {"prompt_lengths": [-1]}, "prompt lengths holds integers outside"),
+        ([[3, 4]], {"numbers": [0, 1]}, "2 numbers for 1 sequences"),
+        ([[3, 4]], {"numbers": [0.5]}, "numbers must be a flat list of integers"),
+        ([[3, 4]], {"numbers": 0}, "numbers must be a flat list of integers"),
+    ],
+)
+def test_what_is_no_batch(sequences: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MespError, match=message):
+        Batch.from_sequences(sequences, **options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mesp_core import Batch, LoraConfig, Model, load_model, logits
+from mesp_core import Batch, LoraConfig, MespError, Model, load_model, logits
 from mesp_core.lora import PROJECTIONS
 from tests.tiny import Tensors, sequences, write_model
 
@@ -76,3 +78,34 @@ def test_case_21_every_backend_starts_from_the_same_values(tiny: Path) -> None:
     ours, theirs = (load_model(tiny, backend=b, lora=LoraConfig(rank=3)) for b in ("numpy", "mlx"))
     for name, value in ours.parameters.items():
         np.testing.assert_array_equal(theirs.backend.to_numpy(theirs.parameters[name]), value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": "8"}, "rank must be an integer, not '8'"),
+        ({"rank": 2.5}, "rank must be an integer, not 2.5"),
+        ({"rank": True}, "rank must be an integer, not True"),
+        ({"rank": 0}, "rank must be at least 1, not 0"),
+        ({"rank": 10**9}, "rank must be at most 65536, not 1000000000"),
+        ({"layers": 1.5}, "layers must be an integer, not 1.5"),
+        ({"alpha": "16"}, "alpha must be a number, not '16'"),
+        ({"alpha": math.nan}, "alpha must be a finite number, not nan"),
+        ({"alpha": 10**400}, "alpha must be a finite number"),
+        ({"dropout": "0"}, "dropout must be a number, not '0'"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
+        # Its threshold would be 2³², which wraps to 0: nothing would be dropped.
+        ({"dropout": 1.0 - 2.0**-34}, r"dropout must be in \[0, 1\)"),
+        ({"targets": ()}, "at least one target"),
+        ({"targets": ("router",)}, "'router' does not exist"),
+        ({"targets": ([],)}, "does not exist"),
+    ],
+)
+def test_configurations_that_make_no_sense(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MespError, match=message):
+        LoraConfig(**fields)
+
+
+def test_a_target_that_comes_twice_counts_once() -> None:
+    config = LoraConfig(targets=("up_proj", "self_attn.q_proj", "mlp.up_proj", "q_proj"))
+    assert config.targets == ("mlp.up_proj", "self_attn.q_proj")
