@@ -106,6 +106,9 @@ class _Naive:
         self._results: dict[str, Mapping[str, Any]] = {}
 
     def error(self, dtype: str, name: str, exact: Any) -> float:
+        if dtype == "float64":
+            # Naive float64 code is the reference itself.
+            return 0.0
         if dtype not in self._results:
             inputs = {
                 key: rounded(value, dtype, in_order=True)

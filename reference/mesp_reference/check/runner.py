@@ -102,12 +102,13 @@ def run(
     dtypes: Sequence[str] | None = None,
     components: Sequence[str] | None = None,
     seed: int = 0,
+    cases: Sequence[Case] = CASES,
     on_case: OnCase | None = None,
     on_cell: OnCell | None = None,
 ) -> Report:
     """Checks ``backend`` against the reference.
 
-    dtypes, components: None for all. A cell that misses is reported and the rest goes on.
+    dtypes, components: None for all. cases: what is run; all of them but in a test. A cell that misses is reported and the rest goes on.
     Raises MespError for a dtype or component that does not exist, and where none of the cells
     asked for can exist.
     """
@@ -117,15 +118,15 @@ def run(
     absent = {dtype: _absence(backend, dtype) for dtype in dtypes}
     for component in components:
         for dtype in dtypes:
-            cases = [c for c in CASES if c.component == component and dtype in c.dtypes]
-            if not cases:
+            own = [c for c in cases if c.component == component and dtype in c.dtypes]
+            if not own:
                 continue
             reason = absent[dtype]
             if reason is not None:
                 cell: Row | NotApplicable = NotApplicable(component, dtype, reason)
                 report.not_applicable.append(cell)
             else:
-                cell = _row(backend, cases, dtype, report, on_case)
+                cell = _row(backend, own, dtype, report, on_case)
                 report.rows.append(cell)
             if on_cell is not None:
                 on_cell(cell)

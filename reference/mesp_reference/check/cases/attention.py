@@ -65,8 +65,8 @@ def _case(name: str, dtypes: tuple[str, ...] = DTYPES, **options: Any) -> Case:
 
 
 CASES = (
-    _case("ragged"),
-    _case("at tile borders", lengths=AT_BORDERS),
+    _case("ragged", WIDE_DTYPES),
+    _case("at tile borders", WIDE_DTYPES, lengths=AT_BORDERS),
     _case("window", WIDE_DTYPES, window=70),
     _case("soft-cap", WIDE_DTYPES, softcap=0.8),
     _case("window and soft-cap", window=130, softcap=1.5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,22 @@ from mesp_reference.ragged import RaggedBatch
 from mesp_reference.random_decoder import random_lora
 
 ALPHA, SEED, STEP = 2.1, 2**40 + 17, 5
-TINY: dict[str, Any] = {
-    "hidden": 13, "layers": 1, "ffn": 22, "heads": 6, "kv_heads": 2, "head_dim": 8, "vocab": 37,
-    "eps": 1e-5,
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "hidden": 576, "layers": 1, "ffn": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64, "vocab": 5,
-    "eps": 1e-5,
-}  # fmt: skip
-EVERY_OPTION = {
-    "activation": "gelu_tanh", "norm_plus_one": True, "qk_norm": True, "softcap": 1.5,
-    "window": 3, "interleaved": True, "partial_rotary": 0.5,
-}  # fmt: skip
+TINY = DecoderConfig(
+    hidden=13, layers=1, ffn=22, heads=6, kv_heads=2, head_dim=8, vocab=37, eps=1e-5
+)
+SMALL = DecoderConfig(
+    hidden=576, layers=1, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=5, eps=1e-5
+)
+EVERY_OPTION = replace(
+    TINY,
+    activation="gelu_tanh",
+    norm_plus_one=True,
+    qk_norm=True,
+    softcap=1.5,
+    window=3,
+    interleaved=True,
+    partial_rotary=0.5,
+)
 ALL = block.PROJECTIONS
 SHORT = {name.rpartition(".")[2].removesuffix("_proj"): name for name in ALL}
 
@@ -93,12 +98,11 @@ def _model(
     family: str,
     config: DecoderConfig,
     biases: Biases = NO_BIASES,
-    dropout: float = 0.0,
     layers: int = 0,
 ) -> Problem:
     """Loss and gradients by the product's own entry. layers: how many are adapted, 0 for all."""
     rank = 3
-    lora = LoraConfig(rank, ALPHA, dropout, layers=layers, dtype=rig.wide)
+    lora = LoraConfig(rank, ALPHA, layers=layers, dtype=rig.wide)
     # On some systems a mapped file cannot be removed: what stays is a few kilobytes.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         tensors = write_folder(rig, Path(folder), family, config, biases)
@@ -106,12 +110,11 @@ def _model(
     parameters = _draw_parameters(rig, model, config, rank, ALL)
     ragged = rig.ragged(5, 1, 4)
     batch, ragged_batch = _batch(rig, ragged, config.vocab)
-    reference_lora = decoder.Lora(lora.scale, dropout, SEED, STEP)
     inputs = {**tensors, **parameters}
 
     def reference(**values: Any) -> dict[str, Any]:
         loss, gradients = decoder.loss_and_gradients(
-            ragged_batch, values, values, config, reference_lora
+            ragged_batch, values, values, config, decoder.Lora(lora.scale)
         )
         return {"loss": loss, **{name: gradients[name] for name in parameters}}
 
@@ -155,34 +158,31 @@ CASES = (
     _block_case(
         "every option",
         WIDE_DTYPES,
-        config=DecoderConfig(**TINY, **EVERY_OPTION),
+        config=EVERY_OPTION,
         biases=Biases(True, True, True),
         dropout=0.2,
     ),
     _block_case(
         "q and v alone, no input gradient",
-        WIDE_DTYPES,
-        config=DecoderConfig(**TINY),
+        config=TINY,
         targets=(SHORT["q"], SHORT["v"]),
         input_gradient=False,
     ),
     _block_case(
         "SmolLM2-135M's, 4 bits",
-        config=DecoderConfig(**SMALL),
+        (*WIDE_DTYPES, "bfloat16"),
+        config=SMALL,
         packing=(4, 64),
         rank=8,
         lengths=(131, 58),
     ),
+    _model_case("llama, tied", family="llama", config=replace(TINY, layers=2, tied=True)),
     _model_case(
-        "llama, tied", family="llama", config=DecoderConfig(**TINY | {"layers": 2}, tied=True)
-    ),
-    _model_case(
-        "qwen3, biases, dropout, last block adapted",
+        "qwen3, biases, last block adapted",
         WIDE_DTYPES,
         family="qwen3",
-        config=DecoderConfig(**TINY | {"layers": 2}, qk_norm=True),
+        config=replace(TINY, layers=2, qk_norm=True),
         biases=Biases(True, True),
-        dropout=0.2,
         layers=1,
     ),
 )

@@ -102,7 +102,7 @@ EMBEDDING = (
     ),
 )
 LINEAR_CROSS_ENTROPY = (
-    _loss_case("tail tiles", tokens=7, vocabulary=37, width=11, tiles=(8, 3)),
+    _loss_case("tail tiles", WIDE_DTYPES, tokens=7, vocabulary=37, width=11, tiles=(8, 3)),
     _loss_case(
         "loss only", WIDE_DTYPES, tokens=7, vocabulary=37, width=11, tiles=(8, 3), gradient=False
     ),

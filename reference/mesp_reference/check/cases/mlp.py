@@ -88,7 +88,7 @@ def _draw(
 
 
 def _reference(activation: str, x: Any, dy: Any, **parts: Any) -> Mapping[str, Any]:
-    projections = [
+    gate, up, down = (
         lora_linear.Projection(
             parts[f"{name}_w"],
             parts.get(f"{name}_bias"),
@@ -98,8 +98,8 @@ def _reference(activation: str, x: Any, dy: Any, **parts: Any) -> Mapping[str, A
             parts.get(f"{name}_m"),
         )
         for name in NAMES
-    ]
-    y, saved = gated_mlp.gated_mlp_forward(x, *projections, activation)
+    )
+    y, saved = gated_mlp.gated_mlp_forward(x, gate, up, down, activation)
     dx, *pairs = gated_mlp.gated_mlp_backward(dy, saved)
     outputs = {"y": y, "dx": dx}
     for name, (da, db) in zip(NAMES, pairs, strict=True):
@@ -112,13 +112,13 @@ def _case(name: str, dtypes: tuple[str, ...] = DTYPES, **options: Any) -> Case:
 
 
 CASES = (
-    _case("silu, bias", bias=True),
+    _case("silu, bias", WIDE_DTYPES, bias=True),
     _case("gelu, down alone adapted", WIDE_DTYPES, activation="gelu_tanh", adapted=("down",)),
     _case(
         "dropout, 4 bits by 32",
         WIDE_DTYPES,
         sizes=(64, 96),
-        tiles=(32, 5),
+        tiles=(32, 512),
         packing=(4, 32),
         dropout=True,
     ),
