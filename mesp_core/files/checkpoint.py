@@ -28,10 +28,6 @@ class Checkpoint(ABC):
     path: Path
 
     @abstractmethod
-    def names(self) -> set[str]:
-        """The tensors of the model that this checkpoint holds."""
-
-    @abstractmethod
     def matrix(self, name: str) -> StoredMatrix:
         """A weight [out, in] as it is stored. Raises MespError for an unknown name."""
 

@@ -37,12 +37,7 @@ class GgufCheckpoint(Checkpoint):
         self._tensors = {huggingface_name(name): t for name, t in header.tensors.items()}
         self.config = self._configuration()
         self._permuted = self._metadata["general.architecture"] in PERMUTED
-        self._shapes = check_shapes(
-            self.config, {name: t.shape for name, t in self._tensors.items()}, path
-        )
-
-    def names(self) -> set[str]:
-        return set(self._shapes)
+        check_shapes(self.config, {name: t.shape for name, t in self._tensors.items()}, path)
 
     def matrix(self, name: str) -> StoredMatrix:
         tensor = self._tensor(name)

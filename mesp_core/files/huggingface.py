@@ -39,9 +39,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._expected = expected_shapes(self.config)
         self._shapes = self._check()
 
-    def names(self) -> set[str]:
-        return set(self._shapes)
-
     def matrix(self, name: str) -> StoredMatrix:
         file = self._file(name)
         if len(self._shapes[name]) != 2:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mesp_core.errors import MespError, UnsupportedError
-from mesp_core.files.checkpoint import open_checkpoint
+from mesp_core.files.checkpoint import expected_shapes, open_checkpoint
 from mesp_core.files.gguf_names import huggingface_name
 
 gguf = pytest.importorskip("gguf", reason="writes the files and is the reference for their values")
@@ -86,7 +86,7 @@ def stored_values(path: Path) -> dict[str, np.ndarray]:
 def test_each_type_of_a_llama(tmp_path, kind):
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", random_tensors(), kind))
     expected = stored_values(checkpoint.path)
-    assert {huggingface_name(name) for name in expected} == checkpoint.names()
+    assert {huggingface_name(name) for name in expected} == set(expected_shapes(checkpoint.config))
     for name, value in expected.items():
         ours = huggingface_name(name)
         if value.ndim == 1:
@@ -110,7 +110,9 @@ def test_missing_output_is_a_tied_head(tmp_path):
     tensors = random_tensors()
     del tensors["output.weight"]
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", tensors))
-    assert checkpoint.config.tied and "lm_head.weight" not in checkpoint.names()
+    assert checkpoint.config.tied
+    with pytest.raises(MespError, match=r"holds no tensor lm_head\.weight"):
+        checkpoint.matrix("lm_head.weight")
 
 
 def test_qwen2_rows_are_not_permuted(tmp_path):
@@ -280,4 +282,4 @@ def test_real_file_against_the_gguf_package():
         assert np.array_equal(decoded if heads is None else permuted(decoded, heads), expected)
     norm = tensors["blk.4.ffn_norm.weight"].data
     assert np.array_equal(smollm2.vector("model.layers.4.post_attention_layernorm.weight"), norm)
-    assert smollm2.config.tied and len(smollm2.names()) == 272
+    assert smollm2.config.tied and len(expected_shapes(smollm2.config)) == 272
