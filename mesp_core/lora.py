@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,12 +75,25 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return self.alpha / self._divisor
+
+    @property
+    def _divisor(self) -> float:
+        return math.sqrt(self.rank) if self.rank_stabilized else self.rank
+
+    @property
+    def stored_dtype(self) -> str:
+        """What adapter files hold: bfloat16 where the parameters are, otherwise float32."""
+        return "bfloat16" if self.dtype == "bfloat16" else "float32"
+
+    def with_scale(self, scale: float) -> LoraConfig:
+        """The same but for ``alpha``, which gives this scale."""
+        return replace(self, alpha=scale * self._divisor)
 
     @classmethod
     def from_scale(cls, rank: int, scale: float, **fields) -> LoraConfig:
         """The configuration whose contribution is ``scale · (x A) B`` (mlx-lm's convention)."""
-        return cls(rank=rank, alpha=scale * rank, **fields)
+        return cls(rank=rank, **fields).with_scale(scale)
 
     def adapted_layers(self, total: int) -> range:
         """The indices of the adapted blocks of a model with ``total`` blocks."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from mesp_core.adapters import mlx_lm, peft
-from mesp_core.adapters.adapter import Adapter, adapted_layers, read_tensors
+from mesp_core.adapters.adapter import CONFIG_FILE, Adapter, adapted_layers, read_tensors
 from mesp_core.errors import MespError, NonFiniteError, UnsupportedError
 from mesp_core.files.mapped_file import read_json
 from mesp_core.files.safetensors_writer import (
@@ -30,6 +30,7 @@ __all__ = [
     "Adapter",
     "adapter_files",
     "adapter_tensors",
+    "assign",
     "load_adapter",
     "read_adapter",
     "read_tensors",
@@ -42,8 +43,6 @@ _TENSORS = {"mlx-lm": mlx_lm.FILE, "peft": peft.FILE}
 
 FORMATS = tuple(_TENSORS)
 
-_CONFIG = "adapter_config.json"
-
 
 def adapter_tensors(model: Model) -> dict[str, np.ndarray]:
     """The LoRA parameters as NumPy: ``lora_a`` [in, R], ``lora_b`` [R, out]; bfloat16 widened."""
@@ -52,7 +51,7 @@ def adapter_tensors(model: Model) -> dict[str, np.ndarray]:
 
 def adapter_files(format: str) -> tuple[str, ...]:
     """The names of the files that ``save_adapter`` writes."""
-    return (_TENSORS[format], _CONFIG)
+    return (_TENSORS[format], CONFIG_FILE)
 
 
 def save_adapter(
@@ -62,9 +61,10 @@ def save_adapter(
 
     format: ``mlx-lm`` or ``peft``. base_name: the base model's name or folder, noted for people and
     for PEFT's Auto classes; by default the folder the model was loaded from, where it was one.
-    float32, or bfloat16 where the LoRA dtype is. An adapter already in the folder is replaced only
-    once the new one is completely written. Raises MespError for a model without LoRA, an unknown
-    format or a folder that cannot be written, NonFiniteError for a parameter that is not finite.
+    float32, or bfloat16 where the LoRA dtype is. An adapter already in the folder, of either
+    format, is replaced only once the new one is completely written. Raises MespError for a model
+    without LoRA, an unknown format or a folder that cannot be written, NonFiniteError for a
+    parameter that is not finite.
     """
     lora = _lora_of(model)
     if format not in FORMATS:
@@ -80,12 +80,15 @@ def save_adapter(
         config = peft.config_json(lora, model.config.layers, base_name)
     else:
         metadata, config = mlx_lm.METADATA, mlx_lm.config_json(lora, base_name)
-    dtype = "bfloat16" if lora.dtype == "bfloat16" else "float32"
     writers = {
-        _TENSORS[format]: _tensor_writer(tensors, dtype, metadata),
-        _CONFIG: json_writer(config),
+        _TENSORS[format]: _tensor_writer(tensors, lora.stored_dtype, metadata),
+        CONFIG_FILE: json_writer(config),
     }
     replace_files(Path(folder), writers)
+    for name in _TENSORS.values():
+        # The new configuration would misdescribe the tensors of the other format.
+        if name != _TENSORS[format] and (Path(folder) / name).is_file():
+            (Path(folder) / name).unlink()
 
 
 def save_tensors(
@@ -111,15 +114,15 @@ def read_adapter(folder: str | Path) -> Adapter:
     folder = Path(folder)
     if not folder.is_dir():
         raise MespError(f"no adapter folder at {folder}")
-    if not (folder / _CONFIG).exists():
-        raise MespError(f"{folder} has no {_CONFIG}; is it an adapter folder?")
-    raw = read_json(folder / _CONFIG)
+    if not (folder / CONFIG_FILE).exists():
+        raise MespError(f"{folder} has no {CONFIG_FILE}; is it an adapter folder?")
+    raw = read_json(folder / CONFIG_FILE)
     if "peft_type" in raw:
         return peft.read(folder, raw)
     if "lora_parameters" in raw or "fine_tune_type" in raw:
         return mlx_lm.read(folder, raw)
     raise UnsupportedError(
-        f"{folder / _CONFIG} is neither mlx-lm's (lora_parameters) nor PEFT's (peft_type)"
+        f"{folder / CONFIG_FILE} is neither mlx-lm's (lora_parameters) nor PEFT's (peft_type)"
     )
 
 
@@ -140,21 +143,30 @@ def load_adapter(model: Model, folder: str | Path) -> None:
             f"the adapter in {folder} has {what} {theirs}, the model has {ours}; load the model "
             f"with adapter={str(folder)!r} (its own rank, scale and targets then apply)"
         )
-    for name, tensor in adapter.tensors.items():
+    assign(model, adapter.tensors, Path(folder))
+
+
+def assign(model: Model, tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Set every LoRA parameter of the model from ``tensors`` of ``path``, all or none.
+
+    Raises MespError naming a tensor that is missing, unknown or of another shape, NonFiniteError
+    for one that is not finite.
+    """
+    lora = _lora_of(model)
+    for name, tensor in tensors.items():
         if name not in model.parameters:
-            raise MespError(f"tensor {name} of {folder} is not a parameter of the model")
+            raise MespError(f"tensor {name} of {path} is not a parameter of the model")
         wanted = tuple(model.parameters[name].shape)
         if tensor.shape != wanted:
             raise MespError(
-                f"tensor {name} of {folder} has shape {tensor.shape}, the model needs {wanted}"
+                f"tensor {name} of {path} has shape {tensor.shape}, the model needs {wanted}"
             )
+        if not np.isfinite(tensor).all():
+            raise NonFiniteError(f"tensor {name} of {path} holds NaN or infinite values")
     for name in model.parameters:
-        if name not in adapter.tensors:
-            raise MespError(f"{folder} lacks the tensor {name}")
-    model.parameters |= {
-        name: model.backend.from_numpy(tensor, lora.dtype)
-        for name, tensor in adapter.tensors.items()
-    }
+        if name not in tensors:
+            raise MespError(f"{path} lacks the tensor {name}")
+    model.parameters |= {n: model.backend.from_numpy(t, lora.dtype) for n, t in tensors.items()}
 
 
 def _tensor_writer(

@@ -16,6 +16,9 @@ from mesp_core.files.safetensors_file import SafetensorsFile
 from mesp_core.lora import PROJECTIONS, LoraConfig, parameter_name
 from mesp_core.stored_matrix import StoredMatrix
 
+#: The settings of an adapter, in its folder, in both formats.
+CONFIG_FILE = "adapter_config.json"
+
 FACTORS = ("lora_a", "lora_b")
 
 _NAME = re.compile(

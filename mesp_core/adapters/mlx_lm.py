@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mesp_core.adapters.adapter import Adapter, Settings, check_complete, read_tensors
+from mesp_core.adapters.adapter import CONFIG_FILE, Adapter, Settings, check_complete, read_tensors
 from mesp_core.errors import MespError, UnsupportedError
 from mesp_core.lora import PROJECTIONS, LoraConfig
 
@@ -40,7 +40,7 @@ def read(folder: Path, raw: Mapping[str, Any]) -> Adapter:
     are both they must agree. Without ``keys`` all projections are adapted, as in mlx-lm.
     Raises MespError naming the tensor or the key that is wrong.
     """
-    path = folder / "adapter_config.json"
+    path = folder / CONFIG_FILE
     kind = raw.get("fine_tune_type", "lora")
     if kind != "lora":
         raise UnsupportedError(f"{path}: fine_tune_type {kind!r} is not supported, only 'lora'")

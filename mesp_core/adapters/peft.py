@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mesp_core.adapters.adapter import (
+    CONFIG_FILE,
     Adapter,
     Settings,
     adapted_layers,
@@ -109,7 +110,7 @@ def read(folder: Path, raw: Mapping[str, Any]) -> Adapter:
     Raises UnsupportedError naming an option that we lack, MespError naming the tensor or the key
     that is wrong. Pickled tensors are never opened.
     """
-    path = folder / "adapter_config.json"
+    path = folder / CONFIG_FILE
     settings = Settings(raw, path)
     rank = settings.integer("r", 8)
     alpha = settings.number("lora_alpha", 8)

@@ -24,6 +24,7 @@ from mesp_core.cli.output import (
     write_report,
 )
 from mesp_core.cli.report import conclude, introduce, losses_of, report
+from mesp_core.cli.resume import METRICS
 from mesp_core.data import Batches
 from mesp_core.decoder import evaluate
 from mesp_core.errors import MespError, NonFiniteError
@@ -31,11 +32,9 @@ from mesp_core.files.safetensors_writer import check_targets
 from mesp_core.generation import continuation
 from mesp_core.interrupts import StopRequest
 from mesp_core.model import Model
-from mesp_core.optimizers import SGD, AdamW, Optimizer
+from mesp_core.optimizers import Optimizer
 from mesp_core.schedule import Schedule
 from mesp_core.training import Summary, Trainer, TrainingOptions
-
-_METRICS = "metrics.jsonl"
 
 _SAMPLE_TOKENS = 24
 
@@ -76,7 +75,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _check_files(options: argparse.Namespace, folder: Path) -> None:
     """Raises MespError for what would keep the adapter from being written, or overwrite it."""
-    names = (*adapter_files(options.adapter_format), _METRICS)
+    names = (*adapter_files(options.adapter_format), METRICS)
     check_targets(folder, names)
     if options.json is not None:
         json = Path(options.json).resolve()
@@ -85,12 +84,8 @@ def _check_files(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _optimizer(options: argparse.Namespace) -> Optimizer:
-    config = options.optimizer_config
-    if options.optimizer == "sgd":
-        return SGD(options.learning_rate, **config)
-    if options.optimizer == "adam":
-        return AdamW(options.learning_rate, weight_decay=0.0, **config)
-    return AdamW(options.learning_rate, **config)
+    make, _ = settings.OPTIMIZERS[options.optimizer]
+    return make(options.learning_rate, **options.optimizer_config)
 
 
 def _plan(options: argparse.Namespace, start: int) -> TrainingOptions:
@@ -113,8 +108,8 @@ def _schedule(options: argparse.Namespace) -> Schedule:
         options.learning_rate,
         options.lr_schedule,
         options.warmup,
-        getattr(options, "lr_decay", max(0, updates - options.warmup)),
-        getattr(options, "lr_end", 0.0),
+        max(0, updates - options.warmup) if options.lr_decay is None else options.lr_decay,
+        options.lr_end,
     )
 
 
@@ -125,7 +120,7 @@ def _train(job: Job, optimizer: Optimizer) -> int:
     introduce(job)
     prompt = job.prompt
     before = _sample(job, prompt, "before")
-    metrics = MetricsFile(job.folder / _METRICS, append=job.start > 0)
+    metrics = MetricsFile(job.folder / METRICS, append=job.start > 0)
     display = Display(plan.iterations, plan.start)
     request = StopRequest(lambda name: display.warn(_stopping(name)))
     trainer = Trainer(
@@ -205,8 +200,7 @@ def _checkpoint(job: Job, iteration: int) -> Path:
         return path
     assert job.model.lora is not None
     path = job.folder / f"{iteration:07d}_adapters.safetensors"
-    dtype = "bfloat16" if job.model.lora.dtype == "bfloat16" else "float32"
-    save_tensors(path, adapter_tensors(job.model), dtype)
+    save_tensors(path, adapter_tensors(job.model), job.model.lora.stored_dtype)
     return path
 
 

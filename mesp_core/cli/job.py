@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesp_core.adapters import assign
 from mesp_core.batch import Batch
 from mesp_core.cli.output import say
-from mesp_core.cli.resume import assign, last_number, merged, saved_adapter
+from mesp_core.cli.resume import changed, configured, last_iteration, saved_adapter
 from mesp_core.data import Batches, Corpus, load_corpus
 from mesp_core.errors import MespError
 from mesp_core.files.tokenizer import Tokenizer
@@ -51,13 +52,13 @@ class Job:
 
 def open_job(options: argparse.Namespace, folder: Path) -> Job:
     if options.resume_adapter_file is None:
-        model, start = open_model(options, LoraConfig(**_asked(options))), 0
+        model, start = open_model(options, changed(LoraConfig(), _asked(options))), 0
     else:
         path = Path(options.resume_adapter_file)
         saved, tensors = saved_adapter(path)
-        model = open_model(options, merged(saved, _asked(options)))
+        model = open_model(options, configured(saved, tensors, _asked(options)))
         assign(model, tensors, path)
-        start = last_number([folder, path if path.is_dir() else path.parent])
+        start = last_iteration([folder, path if path.is_dir() else path.parent])
         say(f"Starting from {path}: its weights, a new optimizer.")
     tokenizer = model.checkpoint.tokenizer()
     splits = ("train", "valid", "test") if options.test else ("train", "valid")
@@ -79,13 +80,20 @@ def open_corpus(
             where = f"no records in {Path(options.data) / 'test.jsonl'}"
         raise MespError(f"--test needs a test set: {where}")
     corpus.check_vocabulary(model.config.vocab)
-    for note in corpus.notes:
+    notes = list(corpus.notes)
+    longest = max(len(row) - 1 for row in (*corpus.train, *corpus.valid, *corpus.test))
+    if longest > model.config.max_positions:
+        notes.append(
+            f"there are rows of {longest} tokens, and the model was made for "
+            f"{model.config.max_positions}; lower --max-seq-length"
+        )
+    for note in notes:
         say(f"mesp: warning: {note}", error=True)
     return corpus
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of LoraConfig that were asked for."""
+    """Fields of LoraConfig that were asked for, or the scale."""
     names = {"target_modules": "targets", "lora_dtype": "dtype"}
     asked: dict[str, Any] = {names.get(key) or key: value for key, value in options.lora.items()}
     if "targets" in asked:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mesp_core.adapters import FORMATS
@@ -12,6 +13,7 @@ from mesp_core.cli.arguments import DEFAULT_MODEL, add_json_argument, add_model_
 from mesp_core.cli.config_file import Kind, read_config
 from mesp_core.errors import MespError, UnsupportedError
 from mesp_core.methods import METHODS
+from mesp_core.optimizers import SGD, AdamW, Optimizer
 from mesp_core.training import APPLY
 
 #: As in mlx-lm, but for: all layers (its 16 suit the 7B models of its time), AdamW, and ten times
@@ -34,6 +36,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 1e-4,
     "lr_schedule": "constant",
     "warmup": 0,
+    "lr_decay": None,
+    "lr_end": 0.0,
     "steps_per_report": 10,
     "steps_per_eval": 200,
     "grad_accumulation_steps": 1,
@@ -61,12 +65,13 @@ _SHORT_RUN: Mapping[str, Any] = {
     "max_seq_length": 256,
 }
 
-_LORA_KEYS = ("rank", "alpha", "dropout", "target_modules", "lora_dtype")
+_LORA_KEYS = ("rank", "alpha", "scale", "dropout", "target_modules", "lora_dtype")
 
-_OPTIMIZER_KEYS: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("betas", "eps", "weight_decay"),
-    "adam": ("betas", "eps"),
-    "sgd": ("momentum", "weight_decay"),
+#: What makes each optimizer from a learning rate, and its options.
+OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
+    "adamw": (AdamW, ("betas", "eps", "weight_decay")),
+    "adam": (partial(AdamW, weight_decay=0.0), ("betas", "eps")),
+    "sgd": (SGD, ("momentum", "weight_decay")),
 }
 
 
@@ -175,8 +180,10 @@ def _add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
 def complete(options: argparse.Namespace) -> argparse.Namespace:
     """The options with everything filled in, checked as far as that needs no model.
 
-    Adds ``optimizer_config`` and ``lora``: keywords of the optimizer and of LoraConfig, only
-    those that were asked for. Raises MespError for what cannot be done.
+    Adds ``optimizer_config`` and ``lora``: keywords of the optimizer and of LoraConfig (or
+    ``scale``), only those that were asked for; and ``lr_decay`` and ``lr_end``, which only a file
+    can set: updates of the cosine (None: the whole run after the warm-up) and its last rate.
+    Raises MespError for what cannot be done.
     """
     values = {key: value for key, value in vars(options).items() if value is not None}
     if options.config is not None:
@@ -184,11 +191,10 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
             values.setdefault(key, value)
     short = {} if "data" in values else _SHORT_RUN
     values = {"data": None, "json": None, **_DEFAULTS, **short, **values}
-    scale = values.pop("scale", None)
     values["lora"] = {key: values.pop(key) for key in _LORA_KEYS if key in values}
-    if scale is not None and "alpha" not in values["lora"]:
-        # mlx-lm's scale multiplies (xA)B itself; alpha is divided by the rank first.
-        values["lora"]["alpha"] = scale * values["lora"].get("rank", 8)
+    if "alpha" in values["lora"]:
+        # Together with a file's scale it can only be a flag, and flags win.
+        values["lora"].pop("scale", None)
     completed = argparse.Namespace(**values)
     _check(completed)
     completed.optimizer_config = _optimizer_config(
@@ -216,7 +222,7 @@ def _optimizer_config(given: Mapping[str, Any], chosen: str) -> dict[str, Any]:
         raise MespError(f"optimizer_config of {chosen} must hold options, not {config!r}")
     read = {}
     for key, value in config.items():
-        if key not in _OPTIMIZER_KEYS[chosen]:
+        if key not in OPTIMIZERS[chosen][1]:
             raise UnsupportedError(f"optimizer_config of {chosen} has no option {key!r} here")
         where = f"optimizer_config.{key}"
         if key != "betas":
@@ -233,9 +239,9 @@ def _check(options: argparse.Namespace) -> None:
         raise UnsupportedError(
             f"fine-tune type {options.fine_tune_type!r} is not supported; use lora"
         )
-    if options.optimizer not in ("adamw", "adam", "sgd"):
+    if options.optimizer not in OPTIMIZERS:
         raise UnsupportedError(
-            f"optimizer {options.optimizer!r} is not supported; use adamw, adam or sgd"
+            f"optimizer {options.optimizer!r} is not supported; use one of {', '.join(OPTIMIZERS)}"
         )
     if options.mask_prompt:
         raise UnsupportedError("--mask-prompt needs prompts in the data; text records have none")
@@ -243,5 +249,11 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise MespError(f"--{flag} must be at least 1, not {getattr(options, name)}")
+    for name, least in (("num_layers", 1), ("val_batches", 0), ("test_batches", 1)):
+        if getattr(options, name) < least and getattr(options, name) != -1:
+            flag = name.replace("_", "-")
+            raise MespError(
+                f"--{flag} must be -1 for all, or at least {least}, not {getattr(options, name)}"
+            )
     if not (math.isfinite(options.learning_rate) and options.learning_rate >= 0.0):
         raise MespError(f"--learning-rate must be 0 or more, not {options.learning_rate}")

@@ -21,7 +21,7 @@ from mesp_core import Batch, evaluate, load_model
 from mesp_core.adapters import read_adapter
 from mesp_core.callbacks import MetricsFile
 from mesp_core.cli.main import main
-from tests.tiny import EOS, counting, write_data
+from tests.tiny import EOS, counting, write_data, write_model
 
 Run = Callable[..., Any]
 
@@ -183,6 +183,96 @@ def test_going_on_from_a_folder_of_either_format(
     assert after.keys() == tensors.keys()
     for name, value in tensors.items():
         np.testing.assert_array_equal(after[name], value)
+
+
+def test_going_on_with_what_the_adapter_has_anyway(finetune: Run, tmp_path: Path) -> None:
+    """Asking for the same in other words is no mismatch."""
+    assert finetune(rank=2).status == 0
+    config = tmp_path / "lora.yaml"
+    flags = {"resume_adapter_file": tmp_path / "adapters", "adapter_path": tmp_path / "more"}
+    config.write_text("lora_parameters: {scale: 8.0}\n")
+    assert finetune(num_layers=3, iters=1, **flags).status == 0
+    saved = read_adapter(tmp_path / "more").config
+    assert (saved.rank, saved.scale, saved.layers) == (2, 8.0, 0)
+    assert finetune(config=config, iters=1, **flags).status == 0
+    config.write_text("lora_parameters: {scale: 9.0}\n")
+    outcome = finetune(config=config, **flags)
+    assert outcome.status == 2 and "scale 9.0 asked for, but" in outcome.err
+    outcome = finetune(num_layers=2, **flags)
+    assert outcome.status == 2 and "layers 2 asked for, but" in outcome.err
+    outcome = finetune(alpha=3, **flags)
+    assert outcome.status == 2 and "alpha 3.0 asked for, but" in outcome.err
+
+
+def test_a_scale_without_a_rank_is_one_of_the_default_rank(finetune: Run, tmp_path: Path) -> None:
+    config = tmp_path / "lora.yaml"
+    config.write_text("lora_parameters: {scale: 5.0}\n")
+    assert finetune(config=config, iters=1).status == 0
+    saved = read_adapter(tmp_path / "adapters").config
+    assert (saved.rank, saved.scale) == (8, 5.0)
+
+
+def test_going_on_after_the_last_checkpoint_repeats_no_number(
+    finetune: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapters"
+    assert finetune(iters=5, save_every=3, steps_per_report=1).status == 0
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": true}\n[1]\nnot JSON\n' + "9" * 5000 + "\n")
+    flags = {"resume_adapter_file": folder, "iters": 2, "save_every": 3, "steps_per_report": 1}
+    outcome = finetune(**flags)
+    assert outcome.status == 0, outcome.err
+    told = [line.split(":")[0] for line in outcome.out.splitlines() if "train loss" in line]
+    assert told == ["Iter 6", "Iter 7"]
+    assert (folder / "0000006_adapters.safetensors").exists()
+
+
+def test_a_resumed_cosine_learns(finetune: Run, tmp_path: Path) -> None:
+    flags = {"lr_schedule": "cosine", "steps_per_report": 1, "iters": 2}
+    assert finetune(**flags).status == 0
+    outcome = finetune(resume_adapter_file=tmp_path / "adapters", **flags)
+    assert "Iter 3: train loss" in outcome.out
+    assert outcome.out.count("learning rate 1.00e-02") == 1
+
+
+@pytest.mark.parametrize("formats", [("mlx-lm", "peft"), ("peft", "mlx-lm")])
+def test_no_file_of_the_other_format_stays_beside_a_new_adapter(
+    finetune: Run, tmp_path: Path, formats: tuple[str, str]
+) -> None:
+    for rank, format in enumerate(formats, start=2):
+        assert finetune(adapter_format=format, rank=rank, iters=1).status == 0
+    names = {path.name for path in (tmp_path / "adapters").iterdir()}
+    kept = {"mlx-lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}[formats[1]]
+    assert names == {kept, "adapter_config.json", "metrics.jsonl"}
+    assert read_adapter(tmp_path / "adapters").config.rank == 3
+
+
+def test_rows_longer_than_the_model_was_made_for(finetune: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "short", max_position_embeddings=4)
+    outcome = finetune(model=model, iters=1)
+    assert outcome.status == 0
+    assert "rows of 9 tokens, and the model was made for 4" in outcome.err
+    assert "the model was made for" not in finetune(model=model, max_seq_length=4, iters=1).err
+
+
+def test_an_interrupt_during_the_last_validation(
+    finetune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def interrupted(model: Any, batches: Any) -> tuple[float, int]:
+        measured.append(sum(1 for _ in batches))
+        if len(measured) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 3.5, 9
+
+    monkeypatch.setattr("mesp_core.training.evaluate", interrupted)
+    outcome = finetune(json=tmp_path / "r.json")
+    assert outcome.status == 130 and len(measured) == 2
+    assert "cut short" in outcome.err and "Interrupted after iteration 6. Saved" in outcome.out
+    read_adapter(tmp_path / "adapters")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["interrupted"] and report["after"] is None
 
 
 def test_options_from_a_file_of_mlx_lms_kind(finetune: Run, tmp_path: Path) -> None:

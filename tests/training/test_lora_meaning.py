@@ -49,6 +49,7 @@ def test_case_13_the_contribution_is_exactly_scale_times_xab(
 def test_case_13_scale_is_mlx_lms_and_alpha_is_divided_by_the_rank() -> None:
     assert LoraConfig.from_scale(8, 20.0).alpha == 160.0
     assert LoraConfig.from_scale(8, 20.0).scale == 20.0
+    assert LoraConfig.from_scale(4, 20.0, rank_stabilized=True).scale == 20.0
     assert LoraConfig(rank=8, alpha=16.0).scale == 2.0
 
 
