@@ -108,9 +108,9 @@ def run(
 ) -> Report:
     """Checks ``backend`` against the reference.
 
-    dtypes, components: None for all. cases: what is run; all of them but in a test. A cell that misses is reported and the rest goes on.
-    Raises MespError for a dtype or component that does not exist, and where none of the cells
-    asked for can exist.
+    dtypes, components: None for all. cases: what is run; all of them but in a test.
+    A cell that misses is reported and the rest goes on. Raises MespError for a dtype or component
+    that does not exist, and where none of the cells asked for can exist.
     """
     dtypes = _chosen("dtype", dtypes, DTYPES)
     components = _chosen("component", components, COMPONENTS)
