@@ -19,7 +19,7 @@ GROUP, NAME = "mesp.checks", "reference"
 #: Exit status of a check that found something.
 MISSED = 1
 
-_COMPONENT, _CELL = 21, 20
+_COMPONENT, _CELL = 22, 21
 
 
 def add_command(commands: Any) -> None:
@@ -120,7 +120,9 @@ def _cell(cell: Any) -> str:
         return "n/a" if cell.ok else "FAILED"
     if cell.bound == 0.0:
         return "equal" if cell.ok else "DIFFERS"
-    return f"{cell.error:.1e} {'≤' if cell.ok else '> MISS'} {cell.bound:.1e}"
+    if cell.ok:
+        return f"{cell.error:.1e} ≤ {cell.bound:.1e}"
+    return f"{cell.error:.1e} > {cell.bound:.1e} !!"
 
 
 def _tell_case(case: Any, dtype: str, results: Sequence[Any]) -> None:
