@@ -24,6 +24,7 @@ from mesp_core.operations import (
     formula_operations,
 )
 from mesp_core.stored_matrix import StoredMatrix
+from mesp_torch import fast
 from mesp_torch.activations import native_activations
 from mesp_torch.decoding import TorchHostMatrix
 from mesp_torch.flash import FlashAttention, unusable
@@ -80,6 +81,8 @@ class TorchBackend(Backend):
 
     def _operations(self) -> Operations:
         ops = formula_operations(self.xp, self.loops, native_activations())
+        for component in self._in_place():
+            ops = ops.with_component(component)
         ops = Operations(
             **{item.name: _plain(getattr(ops, item.name), self.device) for item in fields(ops)}
         )
@@ -88,16 +91,32 @@ class TorchBackend(Backend):
             ops = ops.with_component(FlashAttention.instead_of(ops.attention))
         else:
             ops.attention.reason = f"tiles: {reason}"
-        for name in _WITH_WEIGHTS:
-            getattr(ops, name).reason = "the formula, its products by torch.matmul"
-        ops.gated_mlp.reason += ", SiLU and its slope by torch's kernels"
-        ops.rms_norm.reason = (
-            "on a CPU torch has no fused backward pass, and its fused forward pass saves 20 µs of "
-            "100 a call: nothing beside the products"
-        )
+        for name in ("frozen_linear", "linear_cross_entropy"):
+            getattr(ops, name).reason = "products by torch.matmul"
+        ops.gated_mlp.reason = "products by torch.matmul, SiLU and its slope by torch's kernels"
         ops.rope.reason = "torch has no kernel for it; written in place it saves 0.6 % of a step"
         ops.embedding.reason = "the rows named are read from the file, no others"
         return ops
+
+    def _in_place(self) -> list[Component]:
+        linear, name = fast.LoraLinear(self.xp), "in place"
+        return [
+            Component(
+                "rms_norm",
+                fast.rms_norm_forward,
+                fast.rms_norm_backward,
+                name,
+                "half the passes of the formula; torch has no fused backward pass on a CPU, and "
+                "its fused forward pass is no faster than this",
+            ),
+            Component(
+                "lora_linear",
+                linear.forward,
+                linear.backward,
+                name,
+                "products by torch.matmul, the adapter's added in place by addmm_",
+            ),
+        ]
 
     def run(self, stage: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
         with torch.no_grad():

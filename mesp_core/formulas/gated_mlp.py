@@ -122,6 +122,8 @@ def gated_mlp_backward(
 
     sums = loops.fold_tiles(features, sums, gate.weight.shape[0], plan.feature_tile)
     dx, dgate = _input_adapter(sums.dx, x, sums.t_gate, gate, sums.db_gate, plan.dropouts[0], xp)
+    # Lets go of the sum that has just been added to.
+    sums = replace(sums, dx=dx)
     dx, dup = _input_adapter(dx, x, sums.t_up, up, sums.db_up, plan.dropouts[1], xp)
     ddown = None
     if sums.h_down is not None:
