@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,6 @@ from mesp_reference.check.tolerances import TOLERANCES
 from mesp_torch.flash import SCHEMAS, unusable
 from mesp_torch.torch_backend import TorchBackend
 
-ROOT = Path(__file__).parents[2]
 SCALE = 0.37
 LENGTHS = {"one": (23,), "ragged": (5, 1, 11, 6), "one_token": (1,), "one_token_each": (1, 1, 1)}
 
@@ -141,55 +136,3 @@ def test_where_tiles_run_and_why(
     row = next(row for row in backend.explain() if row.component == "attention")
     assert row.name == "formula"
     assert reason in row.reason and "2 for" in row.reason
-
-
-SLOPE = """
-import json, threading, sys, torch
-from mesp_core.formulas.attention import AttentionPlan
-from mesp_core.footprint import process_footprint
-from mesp_torch.torch_backend import TorchBackend
-torch.set_num_threads(1)
-backend = TorchBackend.on("cpu")
-H, K, E = 4, 2, 16
-
-class Peak:
-    def __enter__(self):
-        self.most, self.done = process_footprint(), threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-    def watch(self):
-        while not self.done.wait(0.0005):
-            self.most = max(self.most, process_footprint())
-    def __exit__(self, *_):
-        self.done.set()
-        self.thread.join()
-
-def peak(tokens):
-    plan = AttentionPlan(torch.zeros(tokens, dtype=torch.int32), [], 0.25)
-    q, k, v, do = (torch.ones(tokens, h, E) for h in (H, K, K, H))
-    before = process_footprint()
-    with Peak() as watched:
-        o, saved = backend.ops.attention.forward(q, k, v, plan=plan)
-        backend.ops.attention.backward(do, saved, q, k, v, o, plan=plan)
-    return watched.most - before
-
-peak(256)
-print(json.dumps([peak(tokens) for tokens in (2048, 4096, 8192)]))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is read from Linux's /proc")
-def test_the_pair_never_forms_the_scores() -> None:
-    """In a fresh process: from 4096 to 8192 tokens the footprint grows by the results alone,
-    where [H, T, T] in float32 would grow by 805 MB."""
-    paths = [str(ROOT), str(ROOT / "backends")]
-    code = f"import sys; sys.path[:0] = {paths!r}\n{SLOPE}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    peaks = json.loads(done.stdout)
-    a_token = 4 * (4 * 16 * 2 + 2 * 16 * 2 + 4)
-    growth = peaks[2] - peaks[1]
-    assert 0 < growth <= 3 * a_token * 4096, peaks
