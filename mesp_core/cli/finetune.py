@@ -160,7 +160,7 @@ def _run(job: Job, trainer: Trainer, batches: Iterator[Batch]) -> Summary:
     except BaseException:
         if trainer.summary.updates:
             _save_adapter(job)
-            say(f"Ended by an error after {trainer.summary.updates} updates: saved what they made.")
+            say(f"Ended early, after {trainer.summary.updates} updates: saved what they made.")
         raise
 
 
