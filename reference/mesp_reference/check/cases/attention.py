@@ -69,6 +69,6 @@ CASES = (
     _case("at tile borders", WIDE_DTYPES, lengths=AT_BORDERS),
     _case("window", WIDE_DTYPES, window=70),
     _case("soft-cap", WIDE_DTYPES, softcap=0.8),
-    _case("window and soft-cap", window=130, softcap=1.5),
+    _case("window and soft-cap", (*WIDE_DTYPES, "bfloat16"), window=130, softcap=1.5),
     _case("one sequence, 9 heads of 64", lengths=ONE, heads=(9, 3, 64)),
 )

@@ -164,6 +164,7 @@ CASES = (
     ),
     _block_case(
         "q and v alone, no input gradient",
+        (*WIDE_DTYPES, "float16"),
         config=TINY,
         targets=(SHORT["q"], SHORT["v"]),
         input_gradient=False,
