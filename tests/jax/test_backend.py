@@ -1,0 +1,121 @@
+"""The backend's contract: dtypes, conversions, devices, rounding, what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mesp_core as mesp
+from mesp_core import MespError
+from mesp_core.formulas import Dropout, dropout_key, words_of
+from mesp_core.formulas.attention import first_key_tiles
+from mesp_core.formulas.dropout import dropout_multiplier
+from mesp_jax.jax_backend import JaxBackend
+
+
+def test_it_is_registered() -> None:
+    chosen = mesp.get_backend("jax:cpu")
+    assert isinstance(chosen, JaxBackend)
+    assert chosen.device == "cpu" and set(chosen.versions()) == {"jax", "jaxlib", "numpy"}
+
+
+@pytest.mark.parametrize("device", ["cpu:7", "abacus", "cpu:x", "gpu"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    if device == "gpu" and jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(mesp.BackendUnavailableError, match=device.partition(":")[0]):
+        mesp.get_backend(f"jax:{device}")
+
+
+def test_wide_types_need_x64(backend: JaxBackend) -> None:
+    for name in ("float64", "int64"):
+        with pytest.raises(MespError, match="JAX_ENABLE_X64"):
+            backend.dtype(name)
+    with jax.enable_x64(True):
+        assert backend.from_numpy(np.ones(3)).dtype == np.float64
+        assert backend.dtype("float64") == np.float64
+    with pytest.raises(MespError, match="complex64"):
+        backend.dtype("complex64")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "uint32"])
+def test_arrays_go_in_and_come_out(backend: JaxBackend, dtype: str) -> None:
+    given = np.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+    array = backend.from_numpy(given, dtype)
+    assert backend.dtype_name(array) == dtype
+    out = backend.to_numpy(array)
+    np.testing.assert_array_equal(out, given)
+    assert out.dtype == (np.float32 if dtype.endswith("float16") else np.dtype(dtype))
+    given[...] = 7.0
+    assert backend.to_numpy(array)[1, 2] == 5.0
+
+
+def test_numpy_is_not_mixed_in(backend: JaxBackend) -> None:
+    x, weight = np.ones((3, 5), np.float32), np.ones(5, np.float32)
+    norm = backend.ops.rms_norm
+    norm.forward(backend.from_numpy(x), backend.from_numpy(weight), eps=1e-6)
+    with pytest.raises(MespError, match="cannot be mixed"):
+        norm.forward(x, backend.from_numpy(weight), eps=1e-6)
+    with pytest.raises(MespError, match="cannot be mixed"):
+        norm.forward(backend.from_numpy(x), weight, eps=1e-6)
+
+
+def test_stochastic_rounding_adds_sixteen_bits_and_cuts(backend: JaxBackend) -> None:
+    generator = np.random.default_rng(1)
+    words = generator.integers(0, 2**32, 20000, dtype=np.uint32)
+    x = generator.normal(size=20000).astype(np.float32)
+    bits = (x.view(np.uint32) + (words & np.uint32(0xFFFF))) & np.uint32(0xFFFF0000)
+    rounded = backend.round_stochastic(backend.from_numpy(x), backend.from_numpy(words), "bfloat16")
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(backend.to_numpy(rounded), bits.view(np.float32))
+    with pytest.raises(MespError, match="float16"):
+        backend.round_stochastic(backend.from_numpy(x), backend.from_numpy(words), "float16")
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_masks_are_numpys_bit_for_bit(backend: JaxBackend, x64: bool) -> None:
+    key, n, first, width = dropout_key(2**40 + 17, 5, 3, 1), 7, 6, 11
+    sequence, position = np.arange(n, dtype=np.uint32) % 3, np.arange(n, dtype=np.uint32) + 2**31
+    expected = dropout_multiplier(
+        Dropout(0.3, key, sequence, position, words_of(np)), first, width, dtype=np.float32, xp=np
+    )
+
+    def masked(dropout: Dropout, first: jax.Array) -> jax.Array:
+        return dropout_multiplier(dropout, first, width, dtype=jnp.float32, xp=backend.xp)
+
+    with jax.enable_x64(x64):
+        counters = (backend.from_numpy(part) for part in (sequence, position))
+        dropout = Dropout(0.3, key, *counters, backend.words)
+        for run in (masked, jax.jit(masked)):
+            np.testing.assert_array_equal(np.asarray(run(dropout, jnp.asarray(first))), expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_first_key_tiles_of_traced_segments_are_the_hosts(
+    backend: JaxBackend, window: int | None
+) -> None:
+    segment = np.repeat([0, 1, 2, 5], [70, 3, 150, 40]).astype(np.int32)
+    expected = first_key_tiles(segment.tolist(), backend.tiles.query, backend.tiles.key, window)
+    host = backend.first_key_tiles(segment, window)
+    traced = jax.jit(lambda s: backend.first_key_tiles(s, window))(segment)
+    np.testing.assert_array_equal(host, expected)
+    np.testing.assert_array_equal(traced, expected)
+    assert host.dtype == traced.dtype == np.int32
+
+
+def test_buckets_hold_the_tokens_and_repeat() -> None:
+    backend = JaxBackend("cpu")
+    buckets = [backend.bucket(n) for n in range(1, 5000)]
+    assert all(n <= b <= 1.5 * n + 64 for n, b in enumerate(buckets, start=1))
+    assert len(set(buckets)) < 25
+    # Above one tile, whole tiles of queries and keys.
+    assert all(b % backend.tiles.query == 0 for b in buckets if b > backend.tiles.query)
+
+
+def test_memory_is_told_where_the_device_tells_it(backend: JaxBackend) -> None:
+    report = backend.memory()
+    stats = backend.jax_device.memory_stats()
+    assert (report.active is None) == (not stats)
+    backend.reset_peak()
