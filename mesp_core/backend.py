@@ -159,6 +159,8 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     """
     if isinstance(name, Backend):
         return name
+    if not isinstance(name, str):
+        raise BackendUnavailableError(f"a backend is asked for by its name, not by {name!r}")
     if name == "auto":
         return _automatic()
     kind, _, device = name.partition(":")

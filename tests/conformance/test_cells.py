@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mesp_reference.check.naive import round_to, rounded
-from tests.conformance.subjects import CELLS, DTYPES, SUBJECTS, WITHOUT, Subject, cells
+from tests.conformance.subjects import CELLS, DTYPES, SUBJECTS, WITHOUT, Subject, cells, runs
 
 #: Their arrays cannot be written at all.
 IMMUTABLE = ("numpy-readonly", "jax", "jax-jit")
@@ -17,6 +17,13 @@ def test_every_cell_is_declared() -> None:
     assert all(reason is None or len(reason) > 10 for reason in CELLS.values())
     assert all(CELLS[cell[:2]] is None for cell in WITHOUT)
     assert len(cells()) == 27 and len(cells("rope_tables")) == 26
+
+
+def test_between_the_dtypes_every_case_is_run() -> None:
+    for subject in SUBJECTS:
+        for case in range(9):
+            assert any(runs((subject, dtype), case) for dtype in DTYPES)
+    assert [runs(("jax", "float32"), case) for case in range(5)].count(True) == 1
 
 
 def test_a_subject_makes_its_dtype_and_notices_a_change(subject: Subject) -> None:

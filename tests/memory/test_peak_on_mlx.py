@@ -70,7 +70,8 @@ def test_the_peak_is_linear_in_tokens(tmp_path: Path, layers: int) -> None:
 
 def test_the_peak_does_not_depend_on_the_vocabulary(tmp_path: Path) -> None:
     small, large = (peak(tmp_path, 256, vocab=vocab) for vocab in (131, 16001))
-    assert abs(large.mlx - small.mlx) < 16_384
+    # The allocator counts whole pages of 16 KiB.
+    assert abs(large.mlx - small.mlx) <= 16_384
     # More turns of a loop leave some Python objects to the garbage collector; the logits would
     # be 16 MB, the dense head 4 MB.
     assert abs(large.numpy - small.numpy) < 131_072

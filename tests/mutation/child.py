@@ -1,0 +1,63 @@
+"""Runs tests against one mutant: the module under test is loaded from mutated text."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+#: Seconds a mutant may take, and memory in bytes it may ask for, before it counts as noticed.
+TIME_LIMIT = 120
+MEMORY_LIMIT = 12 << 30
+
+SURVIVED, KILLED = 0, 1
+
+
+class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module, and executes the given text in its place."""
+
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        self._name = name
+        self._path = path
+        self._source = source
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._path)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._source, str(self._path), "exec"), module.__dict__)
+
+
+def run(name: str, path: Path, source: str, arguments: Sequence[str]) -> int:
+    """SURVIVED when every test passes with ``source`` as the module ``name``, else KILLED.
+
+    Raises RuntimeError when the module was there before, or when no test was chosen.
+    """
+    if name in sys.modules:
+        raise RuntimeError(f"{name} is imported already; its mutant would not be used")
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(KILLED))
+    signal.alarm(TIME_LIMIT)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    sys.meta_path.insert(0, MutatedModule(name, path, source))
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *arguments])
+    if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
+        raise RuntimeError(f"pytest ran no test: {arguments}")
+    return SURVIVED if code == pytest.ExitCode.OK else KILLED
