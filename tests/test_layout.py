@@ -188,32 +188,45 @@ print(json.dumps([name for name in {FRAMEWORKS!r} if name in sys.modules]))
     assert run_python(wheel, code) == []
 
 
-def test_without_mlx_the_packages_import_and_say_why_it_cannot_run(wheel: Path) -> None:
-    code = """
+#: Hides some frameworks from the import system, as if they were not installed.
+WITHOUT = """
 import json, sys
+HIDDEN = {hidden!r}
 
-class WithoutMlx:
+class Hidden:
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "mlx":
+        if name.partition(".")[0] in HIDDEN:
             return None
         return self.finder.find_spec(name, path, target)
     def __getattr__(self, name):
         return getattr(self.finder, name)
 
-sys.meta_path[:] = [WithoutMlx(finder) for finder in sys.meta_path]
-import mesp_core, mesp_mlx
-print(json.dumps([mesp_core.available_backends(), mesp_core.get_backend("auto").name]))
+sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
+import mesp_core, mesp_mlx, mesp_jax, mesp_torch
 """
+
+
+def test_without_frameworks_the_packages_import_and_say_why_they_cannot_run(wheel: Path) -> None:
+    code = WITHOUT.format(hidden=["mlx", "jax", "jaxlib", "torch"])
+    code += "print(json.dumps([mesp_core.available_backends(), mesp_core.get_backend().name]))"
     reasons, automatic = run_python(wheel, code)  # type: ignore[misc]
-    assert reasons["numpy"] is None
-    assert "not installed" in reasons["mlx"]
-    assert "pip install" in reasons["mlx"]
-    assert automatic == "numpy"
+    assert automatic == "numpy" and reasons.pop("numpy") is None
+    assert reasons.keys() == {"jax", "mlx", "torch"}
+    for name, reason in reasons.items():
+        assert "not installed" in reason and "pip install" in reason, name
 
 
-def test_with_mlx_the_wheel_registers_it(wheel: Path) -> None:
-    pytest.importorskip("mlx.core", reason="asks whether MLX is found where it is installed")
+@pytest.mark.parametrize("hidden", ["mlx", "jax", "torch"])
+def test_without_one_framework_the_others_run(wheel: Path, hidden: str) -> None:
+    code = WITHOUT.format(hidden=[hidden, hidden + "lib"])
+    code += "print(json.dumps([mesp_core.available_backends(), mesp_core.get_backend().name]))"
+    reasons, automatic = run_python(wheel, code)  # type: ignore[misc]
+    assert [name for name, reason in reasons.items() if reason] == [hidden]
+    assert automatic not in (hidden, "numpy")
+
+
+def test_the_wheel_registers_its_backends(wheel: Path) -> None:
     code = "import json, mesp_core; print(json.dumps(mesp_core.available_backends()))"
-    assert run_python(wheel, code) == {"mlx": None, "numpy": None}
+    assert run_python(wheel, code) == {"jax": None, "mlx": None, "numpy": None, "torch": None}
