@@ -108,7 +108,7 @@ def _model(
         tensors = write_folder(rig, Path(folder), family, config, biases)
         model = load_model(folder, backend=rig.backend, lora=lora, dtype=rig.dtype, seed=SEED)
     parameters = _draw_parameters(rig, model, config, rank, ALL)
-    ragged = rig.ragged(5, 1, 4)
+    ragged = rig.ragged(5, 1, 6)
     batch, ragged_batch = _batch(rig, ragged, config.vocab)
     inputs = {**tensors, **parameters}
 
@@ -143,7 +143,9 @@ def _batch(rig: Rig, ragged: Ragged, vocabulary: int) -> tuple[Batch, RaggedBatc
     lengths = ragged.lengths
     rows = [rig.generator.integers(0, vocabulary, length + 1).tolist() for length in lengths]
     batch = Batch.from_sequences(rows, [2 if length > 1 else 0 for length in lengths])
-    return batch, RaggedBatch(batch.tokens, batch.targets, batch.weights, batch.starts)
+    # The reference divides these by their sum, which in float32 would not be float64's quotient.
+    weights = batch.weights.astype(np.float64)
+    return batch, RaggedBatch(batch.tokens, batch.targets, weights, batch.starts)
 
 
 def _block_case(name: str, dtypes: tuple[str, ...] = DTYPES, **options: Any) -> Case:
