@@ -25,14 +25,15 @@ from mesp_torch.decoding import host_tensor
 class Native:
     """How matrices are multiplied.
 
-    product: the dtype of both factors, summed by torch in float32; None for the accumulation
+    forward, backward: the dtype of both factors of x Wᵀ and of dy W; None for the accumulation
     dtype of the input, which is also what every result is in. wide: the accumulation dtype of the
     model, by name, in which rows are taken.
     """
 
     device: torch.device
     wide: str
-    product: torch.dtype | None
+    forward: torch.dtype | None
+    backward: torch.dtype | None
     tile_weights: int
     xp: Any = field(repr=False)
     loops: Loops = field(repr=False)
@@ -83,16 +84,16 @@ class NativeMatrix:
         return self.matrix.shape
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        how = self.how
-        if self._needs_tiles(x):
+        how, dtype = self.how, self.how.forward or self._result(x)
+        if self._needs_tiles(dtype):
             return tiled_matmul(self, x, how.xp, how.loops, how.tile_weights)
-        return self._product(x, transpose=True)
+        return _product(x.to(dtype), self._dense(dtype).T, self._result(x))
 
     def matmul_t(self, dy: torch.Tensor) -> torch.Tensor:
-        how = self.how
-        if self._needs_tiles(dy):
+        how, dtype = self.how, self.how.backward or self._result(dy)
+        if self._needs_tiles(dtype):
             return tiled_matmul_t(self, dy, how.xp, how.loops, how.tile_weights)
-        return self._product(dy, transpose=False)
+        return _product(dy.to(dtype), self._dense(dtype), self._result(dy))
 
     def tile(self, i: int, size: int, axis: int) -> NativeMatrix:
         return NativeMatrix(self.matrix.tile(i, size, axis), self.how)
@@ -107,24 +108,27 @@ class NativeMatrix:
         taken = replace(matrix, codes=picked[0], scales=picked[1], biases=picked[2])
         return taken.dense(getattr(torch, self.how.wide)).values
 
-    def _product(self, x: torch.Tensor, *, transpose: bool) -> torch.Tensor:
-        result = accumulation_dtype(x.dtype, self.how.xp)
-        dtype = self.how.product or result
-        weights = self._dense(result).to(dtype)
-        product = torch.matmul(x.to(dtype), weights.T if transpose else weights)
-        return product.to(result)
+    def _result(self, x: torch.Tensor) -> torch.dtype:
+        return accumulation_dtype(x.dtype, self.how.xp)
 
     def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values in ``dtype``; a quantised matrix is decoded in float32 or wider."""
         if isinstance(self.matrix, DenseMatrix):
-            return self.matrix.values
-        return self.matrix.dense(dtype).values
+            return self.matrix.values.to(dtype)
+        return self.matrix.dense(accumulation_dtype(dtype, self.how.xp)).values.to(dtype)
 
-    def _needs_tiles(self, x: torch.Tensor) -> bool:
+    def _needs_tiles(self, dtype: torch.dtype) -> bool:
         rows, width = self.shape
         if rows <= rows_per_tile(width, self.how.tile_weights):
             return False
-        dtype = self.how.product or accumulation_dtype(x.dtype, self.how.xp)
         return isinstance(self.matrix, QuantizedMatrix) or self.matrix.values.dtype != dtype
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, result: torch.dtype) -> torch.Tensor:
+    """a b in the dtype ``result``. Only CUDA gives the sum of 16-bit products unrounded."""
+    if a.dtype != result and a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=result)
+    return torch.matmul(a, b).to(result)
 
 
 @dataclass(frozen=True)
