@@ -44,7 +44,8 @@ class TorchBackend(Backend):
     it; otherwise they are decoded tile by tile on the host, as CPUs want it. Chosen by the device.
 
     bf16_products: whether a CPU multiplies dense bfloat16 weights of a bfloat16 model in
-    bfloat16 for input gradients; None to find out by trying, once, when the first such weight is met.
+    bfloat16 for input gradients; None to find out by trying, once, when the first such weight is
+    met.
     """
 
     name = "torch"
