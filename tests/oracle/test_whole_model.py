@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import mesp_core as mesp
-from mesp_core.backend import TileSizes
+from mesp_core.backend import Backend, TileSizes
 from mesp_core.numpy_backend import NumpyBackend
+from mesp_jax.jax_backend import JaxBackend
 from mesp_mlx.mlx_backend import BLAS, MlxBackend
 from mesp_reference.check.compare import assert_close, relative_error
 from mesp_reference.check.tolerances import WHOLE_MODEL, bound
+from mesp_torch.torch_backend import TorchBackend
 from tests.oracle.huggingface_oracle import Oracle, OracleResult
 from tests.oracle.tiny_models import (
     ALPHA,
@@ -32,9 +36,28 @@ Rows = list[list[int]]
 SMALL_TILES = TileSizes(weights=800, query=4, key=3, tokens=5)
 
 
-def mlx_backend(kind: str) -> MlxBackend:
-    """``cpu``: what MLX does on a CPU; ``native``: what it does on a GPU, run on the CPU."""
-    return MlxBackend("cpu", BLAS, native=kind == "native")
+#: ``native``: what the backend does on a GPU, run on the CPU.
+KINDS = ("mlx", "mlx-native", "torch", "torch-native", "jax")
+
+
+@cache
+def backend_of(kind: str) -> Backend:
+    if kind.startswith("mlx"):
+        return MlxBackend("cpu", BLAS, native=kind.endswith("native"))
+    if kind.startswith("torch"):
+        return TorchBackend("cpu", native=kind.endswith("native"))
+    return JaxBackend("cpu")
+
+
+def runs(cases: Iterable[str], compiled: Collection[str] = ()) -> list[tuple[str, str]]:
+    """(kind, case), all of them, but for JAX only the cases in ``compiled`` when there are any:
+    each compiles a model."""
+    return [
+        (kind, case)
+        for kind in KINDS
+        for case in cases
+        if kind != "jax" or not compiled or case in compiled
+    ]
 
 
 def run_mesp(
@@ -89,9 +112,8 @@ def test_numpy_float64(
 
 
 @pytest.mark.parametrize("residency", ["streamed", "resident"])
-@pytest.mark.parametrize("kind", ["cpu", "native"])
-@pytest.mark.parametrize("case", CASES)
-def test_mlx_float32(
+@pytest.mark.parametrize(("kind", "case"), runs(CASES))
+def test_float32(
     case: str, kind: str, residency: str, saved: Saved, sequences: Rows, prompts: list[int]
 ) -> None:
     folder = saved(case)
@@ -102,17 +124,27 @@ def test_mlx_float32(
         adapter,
         sequences,
         prompts,
-        backend=mlx_backend(kind),
+        backend=backend_of(kind),
         dtype="float32",
         residency=residency,
     )
     check_against(expected, model, result, WHOLE_MODEL["float32"])
 
 
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize("case", ["llama", "qwen2_tied_upper_windows", "qwen3"])
+def test_float64(case: str, kind: str, saved: Saved, sequences: Rows, prompts: list[int]) -> None:
+    folder = saved(case)
+    adapter = random_adapter(folder)
+    expected = Oracle(folder, adapter).loss_and_gradients(sequences, prompts)
+    with jax.enable_x64(True):
+        model, result = run_mesp(folder, adapter, sequences, prompts, backend=backend_of(kind))
+        check_against(expected, model, result, WHOLE_MODEL["float64"])
+
+
 @pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["cpu", "native"])
-@pytest.mark.parametrize("case", CASES)
-def test_mlx_bfloat16_errs_no_more_than_peft_in_bfloat16(
+@pytest.mark.parametrize(("kind", "case"), runs(CASES, ("llama", "qwen3_tied")))
+def test_bfloat16_errs_no_more_than_peft_in_bfloat16(
     case: str, kind: str, lora_dtype: str, saved: Saved, sequences: Rows, prompts: list[int]
 ) -> None:
     """All three start from the same bfloat16 weights; the truth is float64 on them."""
@@ -127,7 +159,7 @@ def test_mlx_bfloat16_errs_no_more_than_peft_in_bfloat16(
         adapter,
         sequences,
         prompts,
-        backend=mlx_backend(kind),
+        backend=backend_of(kind),
         dtype="bfloat16",
         lora_dtype=lora_dtype,
     )
@@ -187,9 +219,8 @@ def test_four_bit_base_on_numpy_float64(
 
 
 @pytest.mark.parametrize("residency", ["streamed", "resident"])
-@pytest.mark.parametrize("kind", ["cpu", "native"])
-@pytest.mark.parametrize("case", GROUPED_CASES)
-def test_four_bit_base_on_mlx_float32(
+@pytest.mark.parametrize(("kind", "case"), runs(GROUPED_CASES))
+def test_four_bit_base_in_float32(
     case: str,
     kind: str,
     residency: str,
@@ -205,7 +236,7 @@ def test_four_bit_base_on_mlx_float32(
         adapter,
         sequences,
         prompts,
-        backend=mlx_backend(kind),
+        backend=backend_of(kind),
         dtype="float32",
         residency=residency,
     )
