@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mesp_core.operations import Component
+from mesp_jax.host_memory import return_free_memory
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ class Programs:
             # Tracing entered the components, but nothing has run yet.
             calls.append(component.calls - count)
             component.calls = count
-        return Program(name, lowered.compile(), tuple(calls))
+        compiled = lowered.compile()
+        return_free_memory()
+        return Program(name, compiled, tuple(calls))
 
 
 def _is_traced(leaf: Any) -> bool:
