@@ -6,10 +6,13 @@ A backend is one array library on one device. It registers a factory under the e
 
 from __future__ import annotations
 
+import platform
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,14 +178,29 @@ def get_backend(name: str | Backend = "auto") -> Backend:
 
 
 def _automatic() -> Backend:
-    """MLX where it can run, otherwise whatever else is registered and can; NumPy comes last."""
+    """The first of ``preference`` that can run here."""
     reasons = []
-    for name in sorted(_factories(), key=lambda name: (name == "numpy", name != "mlx", name)):
+    for name in preference():
         try:
             return get_backend(name)
         except BackendUnavailableError as error:
             reasons.append(f"{name}: {error}")
     raise BackendUnavailableError("no backend can run here: " + "; ".join(reasons))
+
+
+def preference() -> list[str]:
+    """The registered backends in the order in which ``auto`` tries them: what is fast on this
+    kind of machine (docs/backends.md has the figures), then a third party's, NumPy last."""
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        known = ["mlx", "torch", "jax"]
+    elif Path("/proc/driver/nvidia/version").exists():
+        # JAX's plain wheel and MLX's run on the CPU only; torch's plain wheel finds the GPU.
+        known = ["torch", "jax", "mlx"]
+    else:
+        known = ["jax", "torch", "mlx"]
+    registered = set(_factories())
+    others = sorted(registered - {*known, "numpy"})
+    return [name for name in (*known, *others, "numpy") if name in registered]
 
 
 def _factories() -> dict[str, Callable[[], Callable[[str | None], Backend]]]:

@@ -52,7 +52,7 @@ class NativeStreamed:
 
 @dataclass(frozen=True)
 class NativeDense:
-    """values: [out, in]. Products in the dtype of the input, summed by the GPU in float32."""
+    """values: [out, in]. Products in the accumulation dtype of the input."""
 
     values: mx.array
 
@@ -61,9 +61,11 @@ class NativeDense:
         return self.values.shape[0], self.values.shape[1]
 
     def matmul(self, x: mx.array) -> mx.array:
+        x = _wide(x)
         return x @ self.values.astype(x.dtype).T
 
     def matmul_t(self, dy: mx.array) -> mx.array:
+        dy = _wide(dy)
         return dy @ self.values.astype(dy.dtype)
 
     def tile(self, i: int, size: int, axis: int) -> NativeDense:
@@ -77,8 +79,8 @@ class NativeDense:
 class NativeQuantized:
     """words: uint32 [out, in · bits / 32]; scales, biases: [out, in / group] as stored.
 
-    ``mx.quantized_matmul`` reads the packed words; a dense copy is never made. Where input and
-    scales differ in dtype the product is in float32, so that no scale is rounded.
+    ``mx.quantized_matmul`` reads the packed words; a dense copy is never made. The product is in
+    float32, so that neither a scale nor a sum is rounded to 16 bits.
     """
 
     words: mx.array
@@ -98,13 +100,11 @@ class NativeQuantized:
         return self._product(dy, transpose=False)
 
     def _product(self, x: mx.array, *, transpose: bool) -> mx.array:
-        same = x.dtype == self.scales.dtype == self.biases.dtype
-        dtype = x.dtype if same else mx.float32
         return mx.quantized_matmul(
-            x.astype(dtype),
+            x.astype(mx.float32),
             self.words,
-            self.scales.astype(dtype),
-            self.biases.astype(dtype),
+            self.scales.astype(mx.float32),
+            self.biases.astype(mx.float32),
             transpose=transpose,
             group_size=self.group,
             bits=self.bits,
@@ -127,6 +127,11 @@ class NativeQuantized:
         ]
         picked[1:] = [part.astype(mx.float32) for part in picked[1:]]
         return mx.dequantize(*picked, group_size=self.group, bits=self.bits)
+
+
+def _wide(x: mx.array) -> mx.array:
+    """In its accumulation dtype."""
+    return x.astype(mx.float32) if x.dtype in (mx.bfloat16, mx.float16) else x
 
 
 def _cut(a: mx.array, i: int, size: int, axis: int) -> mx.array:

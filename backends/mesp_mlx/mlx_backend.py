@@ -119,8 +119,10 @@ class MlxBackend(Backend):
         return mx.array(array).astype(target)
 
     def dtype(self, name: str) -> Any:
-        if name not in _DTYPES or (name == "float64" and self.device == "gpu"):
-            raise MespError(f"MLX on the {self.device} has no {name}")
+        if name == "float64" and self.native:
+            raise MespError("MLX has no float64 on a GPU")
+        if name not in _DTYPES:
+            raise MespError(f"MLX has no {name}")
         return getattr(mx, name)
 
     def dtype_name(self, array: mx.array) -> str:

@@ -16,6 +16,7 @@ from mesp_core.lora import LoraConfig
 from mesp_mlx.activations import compiled_activations, host_activations
 from mesp_mlx.mlx_backend import BLAS, MlxBackend
 from mesp_mlx.namespace import MlxNamespace
+from mesp_reference.check import run as check
 from mesp_reference.check.compare import assert_close
 from mesp_reference.check.tolerances import WHOLE_MODEL, bound
 from tests.tiny_reference import tiny_checkpoint
@@ -63,6 +64,14 @@ def test_native_products_give_the_gradients_of_float64(
     assert result.gradients.keys() == truth.gradients.keys()
     for name, gradient in result.gradients.items():
         assert_close(gradient, truth.gradients[name], limit, name=name)
+
+
+def test_the_check_holds_for_a_gpus_choices() -> None:
+    """What ``mesp check`` will run on a Mac, on products of every stored form."""
+    report = check(native_backend(), components=["embedding", "frozen_linear", "lora_linear"])
+    assert report.ok, report.misses
+    assert {row.dtype for row in report.rows} == {"float32", "bfloat16", "float16"}
+    assert {cell.reason for cell in report.not_applicable} == {"MLX has no float64 on a GPU"}
 
 
 def test_a_streamed_matrix_reads_no_more_than_is_asked(tmp_path: Path) -> None:

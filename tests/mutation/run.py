@@ -8,10 +8,11 @@ survivor needs, fails the check.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,54 +25,64 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Suite:
-    """modules: a glob of files; stages: pytest arguments, the quick judge first. A mutant that
-    survives one stage meets the next."""
+    """modules: a glob of files; stages: of a file's stem, pytest's arguments, the quick judge
+    first. A mutant that survives one stage meets the next."""
 
     modules: str
-    stages: tuple[tuple[str, ...], ...]
+    stages: Callable[[str], tuple[tuple[str, ...], ...]]
 
 
 _CONFORMANCE = "tests/conformance"
+_NUMPY = ("-k", "numpy-float64 or numpy-float16")
 _MEMORY = "tests/memory/test_nothing_large_is_made.py"
 _WHOLE = ("tests/oracle/test_whole_model.py", "-k", "numpy_float64")
+
+#: The file of the matrix that is about a formula, where it is not named like it.
+_ABOUT = {
+    "activation": "gated_mlp",
+    "cross_entropy": "ends",
+    "embedding": "ends",
+    "frozen_linear": "linear",
+    "frozen_matrix": "linear",
+    "quantization": "linear",
+    "loops": "linear",
+    "precision": "linear",
+}
+
+
+def _about(stem: str) -> str:
+    return f"{_CONFORMANCE}/test_{_ABOUT.get(stem, stem)}.py"
+
+
+def _backend(name: str) -> Suite:
+    return Suite(
+        f"backends/mesp_{name}/*.py",
+        lambda stem: (
+            (f"tests/{name}",),
+            (_CONFORMANCE, "-k", name),
+            ("tests/oracle/test_whole_model.py", "-k", name),
+        ),
+    )
+
 
 SUITES = (
     Suite(
         "mesp_core/formulas/*.py",
-        (
-            (_CONFORMANCE, "-k", "numpy-float64 or numpy-float16"),
-            (_CONFORMANCE, _MEMORY, "-k", "not mlx and not jax and not torch"),
+        lambda stem: (
+            (_about(stem), *_NUMPY),
+            (_about(stem), "-k", "not mlx and not jax and not torch"),
+            (_CONFORMANCE, *_NUMPY),
+            (_MEMORY,),
             _WHOLE,
         ),
     ),
-    Suite("mesp_core/block.py", ((_CONFORMANCE, "-k", "numpy-float64"), (_MEMORY,), _WHOLE)),
-    Suite("mesp_core/head.py", (_WHOLE, (_MEMORY,))),
-    Suite("mesp_core/host_matrix.py", (_WHOLE, (_MEMORY,))),
-    Suite("mesp_core/methods/mesp.py", (_WHOLE, (_MEMORY,))),
-    Suite(
-        "backends/mesp_mlx/*.py",
-        (
-            ("tests/mlx",),
-            (_CONFORMANCE, "-k", "mlx"),
-            ("tests/oracle/test_whole_model.py", "-k", "mlx"),
-        ),
-    ),
-    Suite(
-        "backends/mesp_torch/*.py",
-        (
-            ("tests/torch",),
-            (_CONFORMANCE, "-k", "torch"),
-            ("tests/oracle/test_whole_model.py", "-k", "torch"),
-        ),
-    ),
-    Suite(
-        "backends/mesp_jax/*.py",
-        (
-            ("tests/jax",),
-            (_CONFORMANCE, "-k", "jax"),
-            ("tests/oracle/test_whole_model.py", "-k", "jax"),
-        ),
-    ),
+    Suite("mesp_core/block.py", lambda stem: ((_about(stem), *_NUMPY), (_MEMORY,), _WHOLE)),
+    Suite("mesp_core/head.py", lambda stem: (_WHOLE, (_MEMORY,))),
+    Suite("mesp_core/host_matrix.py", lambda stem: (_WHOLE, (_MEMORY,))),
+    Suite("mesp_core/methods/mesp.py", lambda stem: (_WHOLE, (_MEMORY,))),
+    _backend("mlx"),
+    _backend("torch"),
+    _backend("jax"),
 )
 
 
@@ -89,7 +100,7 @@ def jobs(pattern: str) -> Iterator[Job]:
             name = module_name(path)
             if pattern in name:
                 for mutant in mutants(name, path.read_text("utf-8")):
-                    yield Job(mutant, path, suite.stages)
+                    yield Job(mutant, path, suite.stages(path.stem))
 
 
 def module_name(path: Path) -> str:
@@ -129,6 +140,13 @@ def _forked(job: Job, source: str, arguments: Sequence[str]) -> int:
     return child.KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
 
 
+def _import_the_tools() -> None:
+    """What every fork would import again. Nothing of the library but its reference, which no
+    mutant touches; no framework, whose threads a fork would lose."""
+    for name in ("array_api_strict", "hypothesis", "tokenizers", "mesp_reference.decoder"):
+        importlib.import_module(name)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--module", default="", help="only modules whose name holds this")
@@ -140,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(job.mutant.name for job in todo), sep="\n")
         return 0
     os.chdir(ROOT)
+    _import_the_tools()
     start = time.monotonic()
     survivors = run_all(todo, options.jobs)
     names = {job.mutant.name for job in survivors}
