@@ -33,10 +33,10 @@ class TorchHostMatrix(HostMatrix):
 def host_tensor(values: np.ndarray) -> torch.Tensor:
     """The same bytes as a tensor on the host, nothing copied; uint16 holds bfloat16.
 
-    Through DLPack, because ``torch.from_numpy`` warns of arrays that may not be written, as views
-    of a mapped file are. Nothing here writes into one.
+    What may not be written, as views of a mapped file, goes through DLPack: ``torch.from_numpy``,
+    which is quicker, warns of it. Nothing here writes into one.
     """
-    tensor = torch.from_dlpack(values)
+    tensor = torch.from_numpy(values) if values.flags.writeable else torch.from_dlpack(values)
     return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
 
 
@@ -62,12 +62,10 @@ def _dequantize(stored: StoredMatrix, lo: int, hi: int, out: torch.Tensor) -> No
     codes = _side_by_side(_rows(stored, stored.codes, lo, hi))
     values = out.view(rows, groups, stored.group)
     if stored.bits == 4:
-        integers = _halves(codes) if stored.order == "halves" else _stream(codes)
-        values.copy_(integers.view(values.shape).sub_(stored.zero))
-    else:
-        values.copy_(codes)
-        if stored.zero:
-            values.sub_(stored.zero)
+        codes = _halves(codes) if stored.order == "halves" else _stream(codes)
+    values.copy_(codes.view(values.shape))
+    if stored.zero:
+        values.sub_(stored.zero)
     values.mul_(_by_group(_rows(stored, stored.scales, lo, hi), out.dtype))
     if stored.biases is not None:
         values.add_(_by_group(_rows(stored, stored.biases, lo, hi), out.dtype))
