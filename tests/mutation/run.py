@@ -143,7 +143,7 @@ def _forked(job: Job, source: str, arguments: Sequence[str]) -> int:
 def _import_the_tools() -> None:
     """What every fork would import again. Nothing of the library but its reference, which no
     mutant touches; no framework, whose threads a fork would lose."""
-    for name in ("array_api_strict", "hypothesis", "tokenizers", "mesp_reference.decoder"):
+    for name in ("array_api_strict", "tokenizers", "mesp_reference.decoder"):
         importlib.import_module(name)
 
 
