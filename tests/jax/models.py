@@ -26,11 +26,10 @@ def opened(
     targets: tuple[str, ...] = PROJECTIONS,
     **options: Any,
 ) -> mesp.Model:
-    """window: of the second block only."""
     wide = "float64" if options.get("dtype") == "float64" else "float32"
     lora = LoraConfig(rank=3, alpha=7.0, dtype=wide, dropout=dropout, targets=targets)
     model = mesp.load_model(folder, backend=backend, lora=lora, **options)
-    windows = (None, window, *model.config.windows[2:])[: model.config.layers]
+    windows = (window,) * model.config.layers
     model.config = replace(model.config, windows=windows, softcap=softcap)
     generator = np.random.default_rng(4)
     for name, value in model.parameters.items():
