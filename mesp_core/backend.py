@@ -135,6 +135,11 @@ class Backend(ABC):
             segment = self.to_numpy(segment)
         return first_key_tiles(segment.tolist(), self.tiles.query, self.tiles.key, window)
 
+    def rounds_input_gradients(self, dtype: str) -> bool:
+        """Whether products dy W in a model of ``dtype`` are rounded to it, because a 16-bit
+        product is that much faster here: they then err by that one rounding."""
+        return False
+
     def release(self) -> None:
         """Gives back memory the allocator keeps for reuse; called after each block."""
 

@@ -45,7 +45,7 @@ def backend_of(kind: str) -> Backend:
     if kind.startswith("mlx"):
         return MlxBackend("cpu", BLAS, native=kind.endswith("native"))
     if kind.startswith("torch"):
-        return TorchBackend("cpu", native=kind.endswith("native"))
+        return TorchBackend("cpu", native=kind.endswith("native"), bf16_products=True)
     return JaxBackend("cpu")
 
 

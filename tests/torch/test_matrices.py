@@ -162,14 +162,20 @@ def test_products_of_a_bfloat16_model(form: str, native: bool) -> None:
         assert_close(dx.numpy(), truth, TOLERANCES["float32"])
 
 
-def test_whether_bfloat16_is_multiplied_is_found_out_once_or_told() -> None:
+def test_whether_bfloat16_is_multiplied_is_asked_of_the_cpu_or_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     matrix = stored("bfloat16")
     told = TorchBackend("cpu", native=False, bf16_products=False)
     assert isinstance(told.frozen(matrix, "bfloat16", "streamed"), TorchHostMatrix)
-    asked = TorchBackend("cpu", native=False)
-    assert "multiplies_bf16" not in vars(asked)
-    assert asked.multiplies_bf16 in (True, False)
-    assert vars(asked)["multiplies_bf16"] == asked.multiplies_bf16
+    assert not told.rounds_input_gradients("bfloat16")
+    for has in (True, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has})
+        asked = TorchBackend("cpu", native=False)
+        assert asked.rounds_input_gradients("bfloat16") == has
+        assert not asked.rounds_input_gradients("float32")
+        made = asked.frozen(matrix, "bfloat16", "streamed")
+        assert isinstance(made, NativeMatrix if has else TorchHostMatrix)
     # A float32 model has nothing to gain: its factors would be rounded.
     eager = TorchBackend("cpu", native=False, bf16_products=True)
     assert isinstance(eager.frozen(matrix, "float32", "streamed"), TorchHostMatrix)

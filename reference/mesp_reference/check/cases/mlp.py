@@ -68,7 +68,10 @@ def _gated_mlp(
         return outputs
 
     gradients = ["dx", *(f"{name}_{part}" for name in NAMES for part in ("da", "db"))]
-    return Problem(inputs, partial(_reference, activation), run, wide=gradients)
+    # Every gradient passes through a product dy W.
+    narrow = gradients if backend.rounds_input_gradients(rig.dtype) else ()
+    reference = partial(_reference, activation)
+    return Problem(inputs, reference, run, wide=gradients, after_narrow=narrow)
 
 
 def _draw(
