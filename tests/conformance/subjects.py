@@ -251,3 +251,27 @@ class Subject:
             array = self.backend.from_numpy(octets, "uint8")
         self.keep(array)
         return array
+
+
+def table() -> str:
+    """The matrix as Markdown, for docs/conformance.md."""
+    rows = ["| | " + " | ".join(DTYPES) + " |", "| --- " * (1 + len(DTYPES)) + "|"]
+    notes: dict[str, int] = {}
+    for subject, meaning in SUBJECTS.items():
+        entries = []
+        for dtype in DTYPES:
+            reason = CELLS[subject, dtype]
+            without = [
+                (part[2], why) for part, why in WITHOUT.items() if part[:2] == (subject, dtype)
+            ]
+            share = ONE_CASE_IN.get((subject, dtype), 1)
+            entry = "n/a" if reason else "every case" if share == 1 else f"1 case in {share}"
+            for part, why in without:
+                entry += f" but `{part}`"
+                reason = why
+            if reason:
+                entry += f" [{notes.setdefault(reason, len(notes) + 1)}]"
+            entries.append(entry)
+        rows.append(f"| `{subject}`: {meaning} | " + " | ".join(entries) + " |")
+    told = [f"{number}. {reason}." for reason, number in notes.items()]
+    return "\n".join([*rows, "", *told])

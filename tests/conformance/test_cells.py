@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from mesp_reference.check.naive import round_to, rounded
-from tests.conformance.subjects import CELLS, DTYPES, SUBJECTS, WITHOUT, Subject, cells, runs
+from tests.conformance.subjects import CELLS, DTYPES, SUBJECTS, WITHOUT, Subject, cells, runs, table
 
 #: Their arrays cannot be written at all.
 IMMUTABLE = ("numpy-readonly", "jax", "jax-jit")
@@ -17,6 +19,11 @@ def test_every_cell_is_declared() -> None:
     assert all(reason is None or len(reason) > 10 for reason in CELLS.values())
     assert all(CELLS[cell[:2]] is None for cell in WITHOUT)
     assert len(cells()) == 27 and len(cells("rope_tables")) == 26
+
+
+def test_the_table_in_the_docs_is_this_declaration() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text("utf-8")
+    assert table() in page, "put into docs/conformance.md:\n" + table()
 
 
 def test_between_the_dtypes_every_case_is_run() -> None:
