@@ -29,7 +29,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, default: str | None)
     parser.add_argument(
         "--backend",
         default="auto" if known else None,
-        help="auto (the default), mlx, numpy, ...; a device can follow: mlx:cpu",
+        help="auto (the default: a fast one of those installed), mlx, jax, torch, numpy; a device "
+        "can follow: torch:cuda",
     )
     parser.add_argument(
         "--dtype",

@@ -42,12 +42,15 @@ class Display(TrainingCallback):
             self._bar.update(info["iterations"])
 
     def on_train_loss_report(self, info: Info) -> None:
+        # Not every framework counts its arrays on a CPU.
+        known = info["peak_memory"] is not None
+        arrays = f"{_size(info['peak_memory'])} of arrays, " if known else ""
         self._line(
             f"Iter {info['iteration']}: train loss {info['train_loss']:.3f}, "
             f"learning rate {info['learning_rate']:.2e}, "
             f"{info['tokens_per_second']:.0f} tokens/s, "
             f"{info['trained_tokens']} tokens trained, "
-            f"peak memory {_size(info['peak_memory'])}, process {_size(info['footprint'])}"
+            f"peak memory {arrays}process {_size(info['footprint'])}"
         )
 
     def on_val_loss_report(self, info: Info) -> None:

@@ -18,11 +18,12 @@ def introduce(job: Job) -> None:
     assert lora is not None
     trained = sum(int(np.prod(array.shape)) for array in model.parameters.values())
     layers = len(lora.adapted_layers(model.config.layers))
+    chosen = " (chosen for this machine)" if options.backend == "auto" else ""
     say(
         f"{options.model} ({model.config.model_type}, {model.config.layers} layers) on "
-        f"{model.backend.name} {model.backend.device}, {model.dtype}; LoRA rank {lora.rank}, "
-        f"scale {lora.scale:g}, on {len(lora.targets)} projections of {layers} layers: "
-        f"{trained:,} parameters"
+        f"{model.backend.name} {model.backend.device}{chosen}, {model.dtype}; "
+        f"LoRA rank {lora.rank}, scale {lora.scale:g}, on {len(lora.targets)} projections of "
+        f"{layers} layers: {trained:,} parameters"
     )
     say(
         f"{options.data or 'Python documentation topics'}: {len(job.corpus.train)} rows to train "
@@ -44,10 +45,11 @@ def conclude(
     if losses[0] is not None and losses[1] is not None:
         fall = losses[0] - losses[1]
         say(f"Validation loss {losses[0]:.4f} → {losses[1]:.4f} ({-fall:+.4f})")
+    known = summary.peak_bytes is not None
+    arrays = f"{readable_bytes(summary.peak_bytes)} of arrays, " if known else ""
     say(
         f"{summary.updates} updates, {summary.tokens} tokens in {summary.seconds:.0f} s; peak "
-        f"memory {readable_bytes(summary.peak_bytes)} of arrays, "
-        f"{readable_bytes(summary.footprint_bytes)} of the process"
+        f"memory {arrays}{readable_bytes(summary.footprint_bytes)} of the process"
     )
     for event, count in summary.skipped.items():
         say(f"{count} step(s) skipped: {event.replace('_', ' ')}")
