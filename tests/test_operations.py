@@ -14,7 +14,7 @@ from mesp_core.formulas.lora_linear import Projection
 BACKENDS = ("numpy", "mlx", "jax", "torch")
 
 
-@pytest.mark.parametrize(("name", "foreign"), permutations(BACKENDS, 2))
+@pytest.mark.parametrize(("name", "foreign"), list(permutations(BACKENDS, 2)))
 def test_arrays_of_two_libraries_are_refused(name: str, foreign: str) -> None:
     backend, other = get_backend(f"{name}:cpu"), get_backend(f"{foreign}:cpu")
     x, weight = np.ones((3, 5), np.float32), np.ones(5, np.float32)
