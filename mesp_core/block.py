@@ -189,7 +189,6 @@ def _mlp_backward(
     normed, norm = ops.rms_norm.forward(
         x_mid, block.post_norm, eps=plan.eps, plus_one=plan.norm_plus_one
     )
-    stage = backend.stage
     saved = GatedMlpSaved(normed)
     del normed
     dnormed, gradients["gate"], gradients["up"], gradients["down"] = ops.gated_mlp.backward(

@@ -26,10 +26,6 @@ class Projection:
     lora_b: Array | None = None
     scale: float = 1.0
 
-    @property
-    def adapted(self) -> bool:
-        return self.lora_a is not None
-
 
 @dataclass(frozen=True)
 class LoraGradients:
