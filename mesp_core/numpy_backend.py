@@ -8,10 +8,10 @@ import numpy as np
 
 from mesp_core.backend import Backend, MemoryReport, TileSizes
 from mesp_core.errors import BackendUnavailableError, MespError
-from mesp_core.formulas.dropout import words_of
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.loops import EagerLoops
 from mesp_core.host_matrix import HostMatrix, HostRuntime
+from mesp_core.host_words import HostWords
 from mesp_core.operations import formula_operations
 from mesp_core.stored_matrix import StoredMatrix
 
@@ -30,7 +30,7 @@ class NumpyBackend(Backend):
         self.tiles = tiles or TileSizes()
         self.loops = EagerLoops()
         self.ops = formula_operations(xp, self.loops).only_arrays(np.ndarray)
-        self.words = words_of(xp)
+        self.words = HostWords(np.uint32, False, np, np.asarray, np.asarray)
         self._runtime = HostRuntime(xp, self.loops, self._new_buffer, self.tiles.weights)
 
     def _new_buffer(self, shape: tuple[int, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:

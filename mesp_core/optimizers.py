@@ -18,7 +18,7 @@ import numpy as np
 
 from mesp_core.backend import Backend
 from mesp_core.errors import MespError, NonFiniteError
-from mesp_core.formulas.dropout import random_words, threefry
+from mesp_core.formulas.dropout import threefry
 from mesp_core.formulas.precision import cast, wide
 from mesp_core.model import Model
 
@@ -254,7 +254,7 @@ def _words(key: tuple[Array, Array], shape: tuple[int, ...], backend: Backend) -
         xp.expand_dims(xp.astype(xp.arange(size, dtype=xp.int32), words.dtype), axis=axis)
         for size, axis in zip(shape, (1, 0), strict=True)
     )
-    first, _ = random_words(key, (rows, columns), words)
+    first, _ = words.draw(key, (rows, columns))
     return first
 
 

@@ -14,6 +14,7 @@ from mesp_core.formulas.dropout import words_of
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.loops import EagerLoops
 from mesp_core.host_matrix import HostMatrix, HostRuntime
+from mesp_core.host_words import HostWords
 from mesp_core.operations import Component, Operations, formula_operations
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_mlx.blas import Blas, choose_blas
@@ -30,7 +31,7 @@ from mesp_mlx import fast
 from mesp_mlx.activations import compiled_activations, host_activations
 from mesp_mlx.loops import CpuLoops, evaluate
 from mesp_mlx.matrices import NativeStreamed, load_native
-from mesp_mlx.namespace import CpuNamespace, MlxNamespace, new_buffer
+from mesp_mlx.namespace import CpuNamespace, MlxNamespace, host_view, new_buffer
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint32", "uint16")
 
@@ -56,6 +57,8 @@ class MlxBackend(Backend):
             self.loops = CpuLoops()
         self.ops = self._operations().only_arrays(mx.array)
         self.words = words_of(self.xp)
+        if not native:
+            self.words = HostWords(self.words.dtype, False, self.xp, host_view, mx.array)
         self._runtime = HostRuntime(self.xp, self.loops, self._new_buffer, self.tiles.weights)
 
     @classmethod

@@ -16,6 +16,7 @@ from mesp_core.formulas.dropout import words_of
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.loops import EagerLoops, arrays_in
 from mesp_core.host_matrix import HostRuntime
+from mesp_core.host_words import HostWords
 from mesp_core.operations import (
     Component,
     Implementation,
@@ -63,6 +64,8 @@ class TorchBackend(Backend):
         self.xp: Any = TorchNamespace(torch.device(device))
         self.loops = EagerLoops()
         self.words = words_of(self.xp, masked=True)
+        if device == "cpu":
+            self.words = HostWords(torch.int64, True, self.xp, _to_words, _from_words)
         self.ops = self._operations().only_arrays(torch.Tensor)
         self._device = torch.device(device)
         self._bf16_products = bf16_products
@@ -270,6 +273,14 @@ def _computing(function: Callable[..., Any], device: str) -> Callable[..., Any]:
             return function(*args, **options)
 
     return call
+
+
+def _to_words(array: torch.Tensor) -> np.ndarray:
+    return array.numpy().astype(np.uint32)
+
+
+def _from_words(words: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(words.astype(np.int64))
 
 
 def _new_buffer(shape: tuple[int, int], dtype: Any) -> tuple[torch.Tensor, np.ndarray]:

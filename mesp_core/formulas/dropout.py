@@ -11,17 +11,18 @@ from typing import Any
 
 Array = Any
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
+#: Of Threefry-2x32: the rotations of its rounds, and the parity of its key schedule.
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
 _LOW = 0xFFFFFFFF
 
 
 def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
     """Two random 32-bit words of a key and a counter, all Python integers."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    keys = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     a, b = (counter[0] + keys[0]) & _LOW, (counter[1] + keys[1]) & _LOW
     for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
+        for rotation in ROTATIONS[group % 2]:
             a = (a + b) & _LOW
             b = ((b << rotation) | (b >> (32 - rotation))) & _LOW
             b ^= a
@@ -52,6 +53,10 @@ class Words:
             left = xp.bitwise_and(left, self.constant(_LOW))
         return xp.bitwise_or(left, xp.bitwise_right_shift(a, self.constant(32 - by)))
 
+    def draw(self, key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+        """``random_words``, or a backend's faster way to the same."""
+        return random_words(key, counter, self)
+
 
 def words_of(xp: Any, *, masked: bool = False) -> Words:
     """The arithmetic for a namespace; ``masked`` where it lacks unsigned additions."""
@@ -63,11 +68,11 @@ def random_words(
 ) -> tuple[Array, Array]:
     """Threefry-2x32 on arrays of ``words.dtype`` that broadcast against each other."""
     xp = words.xp
-    parity = xp.bitwise_xor(xp.bitwise_xor(key[0], key[1]), words.constant(_PARITY))
+    parity = xp.bitwise_xor(xp.bitwise_xor(key[0], key[1]), words.constant(PARITY))
     keys = (key[0], key[1], parity)
     a, b = words.add(counter[0], keys[0]), words.add(counter[1], keys[1])
     for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
+        for rotation in ROTATIONS[group % 2]:
             a = words.add(a, b)
             b = xp.bitwise_xor(words.rotate(b, rotation), a)
         a = words.add(a, keys[(group + 1) % 3])
@@ -106,13 +111,13 @@ def dropout_multiplier(dropout: Dropout, first: Any, width: int, *, dtype: Any, 
     """
     words = dropout.words
     key = tuple(words.constant(word) for word in dropout.key)
-    token = random_words(key, (dropout.sequence, dropout.position), words)
+    token = words.draw(key, (dropout.sequence, dropout.position))
     token = tuple(xp.expand_dims(word, axis=1) for word in token)
     pairs = (width + 1) // 2
     pair = xp.astype(xp.arange(pairs, dtype=xp.int32) + first // 2, words.dtype)
     zero = xp.zeros_like(pair)
     counter = (xp.expand_dims(pair, axis=0), xp.expand_dims(zero, axis=0))
-    drawn = xp.stack(random_words(token, counter, words), axis=-1)
+    drawn = xp.stack(words.draw(token, counter), axis=-1)
     drawn = xp.reshape(drawn, (drawn.shape[0], 2 * pairs))[:, :width]
     kept = drawn >= words.constant(round(dropout.rate * 2**32))
     return xp.astype(kept, dtype) * (1.0 / (1.0 - dropout.rate))

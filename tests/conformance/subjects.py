@@ -16,7 +16,7 @@ import array_api_strict
 import numpy as np
 
 from mesp_core.backend import Backend
-from mesp_core.formulas import DenseMatrix, Loops, QuantizedMatrix
+from mesp_core.formulas import DenseMatrix, Loops, QuantizedMatrix, words_of
 from mesp_core.formulas.activation import FORMULA, Activations
 from mesp_core.formulas.loops import arrays_in
 from mesp_core.numpy_backend import NumpyBackend
@@ -87,6 +87,7 @@ class StrictBackend(NumpyBackend):
         super().__init__(xp=array_api_strict)
         array_type = type(array_api_strict.zeros(1))
         self.ops = formula_operations(self.xp, self.loops).only_arrays(array_type)
+        self.words = words_of(self.xp)
 
     def from_numpy(self, array: np.ndarray, dtype: str | None = None) -> Any:
         return array_api_strict.asarray(np.array(array, dtype=dtype))
