@@ -33,7 +33,7 @@ class Suite:
 
 
 _CONFORMANCE = "tests/conformance"
-_NUMPY = ("-k", "numpy-float64 or numpy-float16")
+_EXACT = "numpy-float64 or numpy-float16"
 _MEMORY = "tests/memory/test_nothing_large_is_made.py"
 _WHOLE = ("tests/oracle/test_whole_model.py", "-k", "numpy_float64")
 
@@ -69,14 +69,14 @@ SUITES = (
     Suite(
         "mesp_core/formulas/*.py",
         lambda stem: (
-            (_about(stem), *_NUMPY),
-            (_about(stem), "-k", "not mlx and not jax and not torch"),
-            (_CONFORMANCE, *_NUMPY),
+            (_about(stem), f"{_CONFORMANCE}/test_defaults.py", "-k", f"{_EXACT} or default"),
+            (_about(stem), "-k", "not jax and not float64"),
+            (_CONFORMANCE, "-k", _EXACT),
             (_MEMORY,),
             _WHOLE,
         ),
     ),
-    Suite("mesp_core/block.py", lambda stem: ((_about(stem), *_NUMPY), (_MEMORY,), _WHOLE)),
+    Suite("mesp_core/block.py", lambda stem: ((_about(stem), "-k", _EXACT), (_MEMORY,), _WHOLE)),
     Suite("mesp_core/head.py", lambda stem: (_WHOLE, (_MEMORY,))),
     Suite("mesp_core/host_matrix.py", lambda stem: (_WHOLE, (_MEMORY,))),
     Suite("mesp_core/methods/mesp.py", lambda stem: (_WHOLE, (_MEMORY,))),
