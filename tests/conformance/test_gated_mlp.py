@@ -44,6 +44,17 @@ CASES: dict[str, tuple[str, tuple[int, int], frozenset[str], bool, bool]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_gated_mlp(subject: Subject, case: str) -> None:
+    run_case(subject, case, subject.wide)
+
+
+@pytest.mark.parametrize("case", ["bias", "dropout"])
+def test_parameters_in_the_activations_dtype(subject: Subject, case: str) -> None:
+    """16-bit factors and biases give the same gradients in the accumulation dtype."""
+    run_case(subject, case, subject.dtype)
+
+
+def run_case(subject: Subject, case: str, dtype: str) -> None:
+    """One case with biases and factors in ``dtype``."""
     kind, tiles, adapted, with_bias, dropped = CASES[case]
     values = draw(14, subject.dtype, **_shapes(adapted, with_bias))
     masks = {name: Mask(projection=4 + place) for place, name in enumerate(NAMES)}
@@ -70,7 +81,7 @@ def test_gated_mlp(subject: Subject, case: str) -> None:
             outputs |= {f"da_{name}": da, f"db_{name}": db}
         return outputs
 
-    projections = [_projection(subject, values, name) for name in NAMES]
+    projections = [_projection(subject, values, name, dtype) for name in NAMES]
     drops = [masks[name].dropout(subject) if dropped else None for name in NAMES]
     plan = MlpPlan(kind, *tiles, (drops[0], drops[1], drops[2]))
     mlp = subject.ops.gated_mlp
@@ -100,9 +111,11 @@ def _shapes(adapted: frozenset[str], with_bias: bool) -> dict[str, tuple[int, ..
     return shapes
 
 
-def _projection(subject: Subject, values: dict[str, np.ndarray], name: str) -> Projection:
+def _projection(
+    subject: Subject, values: dict[str, np.ndarray], name: str, dtype: str
+) -> Projection:
     def optional(key: str) -> Any:
-        return subject.array(values[key], subject.wide) if key in values else None
+        return subject.array(values[key], dtype) if key in values else None
 
     return Projection(
         subject.dense(values[f"w_{name}"]),
