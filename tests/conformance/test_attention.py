@@ -10,6 +10,9 @@ import pytest
 
 from mesp_core.formulas import (
     AttentionPlan,
+    EagerLoops,
+    attention_backward,
+    attention_forward,
     first_key_tiles,
 )
 from mesp_reference import attention as reference
@@ -150,3 +153,38 @@ def test_first_key_tiles(window: int | None, tiles: tuple[int, int]) -> None:
         for start in range(0, len(segment), tiles[0])
     ]
     assert first_key_tiles(segment.tolist(), *tiles, window) == expected
+
+
+class CountingLoops(EagerLoops):
+    """Counts the turns of every loop with bounds of its own, which are those over key tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[tuple[int, int]] = []
+
+    def fold(self, body: Any, carry: Any, lo: int, hi: int) -> Any:
+        self.turns.append((lo, hi))
+        return super().fold(body, carry, lo, hi)
+
+
+@pytest.mark.parametrize("tiles", [(5, 7), (7, 5), (6, 6), (4, 1)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_only_key_tiles_that_matter_are_visited(window: int | None, tiles: tuple[int, int]) -> None:
+    """From the tile of the first key seen to the tile of the query tile's own last token: the
+    arithmetic of the triangle, not of the square."""
+    segment, position = segments(RAGGED)
+    n = len(segment)
+    values = draw(12, "float64", q=(n, H, E), k=(n, K, E), v=(n, K, E), do=(n, H, E))
+    subject = Subject("numpy", "float64")
+    plan = plan_of(subject, segment, window, None, tiles)
+    seen = reference.visible_keys(segment, position, window)
+    expected = []
+    for start in range(0, n, tiles[0]):
+        keys = np.flatnonzero(seen[start : start + tiles[0]].any(axis=0))
+        expected.append((int(keys[0]) // tiles[1], int(keys[-1]) // tiles[1] + 1))
+    whole = (0, -(-n // tiles[0]))
+    q, k, v, do = values.values()
+    forward, backward = CountingLoops(), CountingLoops()
+    o, saved = attention_forward(q, k, v, plan=plan, loops=forward, xp=np)
+    attention_backward(do, saved, q, k, v, o, plan=plan, loops=backward, xp=np)
+    assert forward.turns == backward.turns == [whole, *expected]
