@@ -1,7 +1,7 @@
 """The mutation check's command: ``python -m tests.mutation.run`` (``make mutation``).
 
 Every mutant of every formula and specialisation is run against the tests that judge its module.
-Survivors must be explained in ``explained.py``; an unexplained one, or an explanation that no
+Survivors must be explained in ``explained.toml``; an unexplained one, or an explanation that no
 survivor needs, fails the check.
 """
 
@@ -12,12 +12,12 @@ import importlib
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation import child
-from tests.mutation.explained import EXPLAINED
 from tests.mutation.mutants import Mutant, mutants, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +147,12 @@ def _import_the_tools() -> None:
         importlib.import_module(name)
 
 
+def explained() -> dict[str, str]:
+    """Why each survivor that may survive does, by its name."""
+    groups = tomllib.loads((ROOT / "tests/mutation/explained.toml").read_text("utf-8"))
+    return {name: group["reason"] for group in groups["because"] for name in group["mutants"]}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--module", default="", help="only modules whose name holds this")
@@ -160,11 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     _import_the_tools()
     start = time.monotonic()
-    survivors = run_all(todo, options.jobs)
+    survivors, reasons = run_all(todo, options.jobs), explained()
     names = {job.mutant.name for job in survivors}
     covered = {job.mutant.module for job in todo}
-    stale = [n for n in EXPLAINED if n.partition(":")[0] in covered and n not in names]
-    unexplained = [job for job in survivors if job.mutant.name not in EXPLAINED]
+    stale = [n for n in reasons if n.partition(":")[0] in covered and n not in names]
+    unexplained = [job for job in survivors if job.mutant.name not in reasons]
     print(
         f"{len(todo)} mutants, {len(todo) - len(survivors)} noticed, "
         f"{len(survivors) - len(unexplained)} survive with an explanation, "
