@@ -9,9 +9,9 @@ import numpy as np
 
 import mesp_core as mesp
 
-#: Four rows, five times each. Six blocks are trained: drawing masks for all thirty takes minutes
+#: Four rows, five times each. Three blocks are trained: drawing masks for all thirty takes minutes
 #: where every mask is a hundred passes over small arrays.
-ROUNDS, ROWS, TOKENS, LAYERS = 5, 4, 24, 6
+ROUNDS, ROWS, TOKENS, LAYERS = 5, 4, 16, 3
 BACKENDS = ("mlx:cpu", "jax:cpu", "torch:cpu")
 
 
