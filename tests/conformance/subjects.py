@@ -60,7 +60,7 @@ WITHOUT: dict[tuple[str, str, str], str] = {
 #: each dtype another. The whole matrix: ``pytest tests/conformance --every-case``.
 ONE_CASE_IN: dict[tuple[str, str], int] = {
     **{("jax", dtype): 16 for dtype in DTYPES},
-    **{("jax-jit", dtype): 12 for dtype in DTYPES},
+    **{("jax-jit", dtype): 24 for dtype in DTYPES},
     ("jax-jit", "float32"): 2,
 }
 
