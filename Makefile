@@ -31,7 +31,7 @@ types: .venv/installed-test
 
 docs: .venv/installed-test
 	$(PIP) -e '.[docs]'
-	$(BIN)/pdoc --output-directory build/docs mesp_core mesp_mlx mesp_reference
+	$(BIN)/pdoc --output-directory build/docs mesp_core mesp_jax mesp_mlx mesp_torch mesp_reference
 
 # The whole matrix, JAX's every case too: about half an hour.
 conformance: .venv/installed-test

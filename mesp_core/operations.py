@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,13 +61,7 @@ class Component:
     def _enter(self, args: tuple[Any, ...]) -> None:
         self.calls += 1
         if self.array_types:
-            for array in _arrays_of(args):
-                if not isinstance(array, self.array_types):
-                    raise MespError(
-                        f"{self.component} got an array of {type(array).__module__}, not of "
-                        f"{self.array_types[0].__module__}; arrays of two libraries cannot be "
-                        "mixed: convert with backend.from_numpy first"
-                    )
+            refuse_foreign(self.component, _arrays_of(args), self.array_types)
 
     def explain(self) -> Implementation:
         return Implementation(self.component, self.name, self.reason, self.calls)
@@ -101,6 +95,16 @@ class Operations:
 
     def explain(self) -> list[Implementation]:
         return [getattr(self, item.name).explain() for item in fields(self)]
+
+
+def refuse_foreign(what: str, arrays: Iterable[Any], types: tuple[type, ...]) -> None:
+    """Raises MespError, naming ``what``, unless every array is an instance of ``types``."""
+    for array in arrays:
+        if not isinstance(array, types):
+            raise MespError(
+                f"{what} got an array of {type(array).__module__}, not of "
+                f"{types[0].__module__}; arrays of two libraries cannot be mixed: convert it first"
+            )
 
 
 def _arrays_of(args: tuple[Any, ...]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from mesp_reference.check.tiny_models import huggingface_config
 from mesp_reference.config import DecoderConfig
 from mesp_reference.quantization import dequantize, quantize
 from mesp_reference.random_decoder import random_frozen
@@ -76,21 +77,8 @@ def tiny_checkpoint(
 
 
 def _huggingface(family: str, config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "model_type": family,
+    return huggingface_config(family, config) | {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab,
-        "rms_norm_eps": config.eps,
-        "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": 4096,
         "torch_dtype": "float32",
     }
 

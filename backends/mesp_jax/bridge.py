@@ -8,19 +8,14 @@ from typing import Any
 import jax
 
 from mesp_core.bridge_kernels import Kernel
-from mesp_core.errors import MespError
+from mesp_core.operations import refuse_foreign
 from mesp_jax.jax_backend import JaxBackend
 
 
 def apply(kernel: Kernel, *inputs: jax.Array) -> jax.Array:
     """``kernel`` on JAX arrays: differentiable in reverse, under ``jax.jit`` and ``lax.scan`` or
     outside of them, where its components are compiled once for each signature."""
-    for array in inputs:
-        if not isinstance(array, jax.Array):
-            raise MespError(
-                f"a kernel of JAX got an array of {type(array).__module__}; arrays of two "
-                "libraries cannot be mixed: convert it with jax.numpy.asarray first"
-            )
+    refuse_foreign(type(kernel).__name__, inputs, (jax.Array,))
     return _node(kernel, *inputs)
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mesp_core.bridge_kernels import Kernel
 from mesp_core.errors import MespError
+from mesp_core.operations import refuse_foreign
 from mesp_mlx.mlx_backend import MlxBackend
 
 
@@ -18,12 +19,7 @@ def apply(kernel: Kernel, *inputs: mx.array) -> mx.array:
     The passes compute at once, tile by tile, so they cannot run inside ``mx.compile`` or
     ``mx.vmap``; there they raise MespError.
     """
-    for array in inputs:
-        if not isinstance(array, mx.array):
-            raise MespError(
-                f"a kernel of MLX got an array of {type(array).__module__}; arrays of two "
-                "libraries cannot be mixed: convert it with mx.array first"
-            )
+    refuse_foreign(type(kernel).__name__, inputs, (mx.array,))
     try:
         return _node(kernel)(*inputs)[0]
     except ValueError as error:

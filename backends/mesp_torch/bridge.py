@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from mesp_core.bridge_kernels import Kernel
 from mesp_core.errors import MespError
+from mesp_core.operations import refuse_foreign
 from mesp_torch.torch_backend import TorchBackend
 
 
@@ -19,7 +20,7 @@ def apply(kernel: Kernel, *inputs: torch.Tensor) -> torch.Tensor:
     Raises MespError for arrays of another library, tensors of two devices, and a frozen input
     that requires a gradient.
     """
-    backend = _backend(_device_of(inputs))
+    backend = _backend(_device_of(kernel, inputs))
     if not (torch.is_grad_enabled() and any(array.requires_grad for array in inputs)):
         return backend.run(_forward, kernel, *inputs)
     for place, (array, has_gradient) in enumerate(zip(inputs, kernel.differentiable, strict=True)):
@@ -54,13 +55,8 @@ class _Node(torch.autograd.Function):
         return (None, None, *(gradient if needed else None for gradient, needed in wanted))
 
 
-def _device_of(inputs: tuple[Any, ...]) -> str:
-    for array in inputs:
-        if not isinstance(array, torch.Tensor):
-            raise MespError(
-                f"a kernel of torch got an array of {type(array).__module__}; arrays of two "
-                "libraries cannot be mixed: convert it with torch.asarray first"
-            )
+def _device_of(kernel: Kernel, inputs: tuple[Any, ...]) -> str:
+    refuse_foreign(type(kernel).__name__, inputs, (torch.Tensor,))
     devices = {str(array.device) for array in inputs}
     if len(devices) > 1:
         raise MespError(f"the tensors of a kernel lie on {' and '.join(sorted(devices))}")

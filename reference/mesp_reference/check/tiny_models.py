@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +41,6 @@ class MemoryCheckpoint(Checkpoint):
         self.config = config
         self._matrices = matrices
         self._vectors = vectors
-
-    def names(self) -> set[str]:
-        return {*self._matrices, *self._vectors}
 
     def matrix(self, name: str) -> StoredMatrix:
         return self._matrices[name]
@@ -125,22 +123,7 @@ def write_folder(
     values = _random_values(rig, config, model_config(config, biases))
     values = {name: Rig(rig.backend, stored).round(value) for name, value in values.items()}
     kind = KINDS[stored]
-    settings = {
-        "model_type": family,
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab,
-        "rms_norm_eps": config.eps,
-        "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-        "attention_bias": biases.qkv,
-        "max_position_embeddings": 4096,
-    }
+    settings = huggingface_config(family, config) | {"attention_bias": biases.qkv}
     replace_files(
         folder,
         {
@@ -155,6 +138,25 @@ def write_folder(
         },
     )
     return values
+
+
+def huggingface_config(family: str, config: DecoderConfig) -> dict[str, Any]:
+    """The reference's configuration as ``config.json`` has it."""
+    return {
+        "model_type": family,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "intermediate_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab,
+        "rms_norm_eps": config.eps,
+        "rope_theta": config.rope_theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": 4096,
+    }
 
 
 def _random_values(rig: Rig, config: DecoderConfig, core: ModelConfig) -> Values:
