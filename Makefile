@@ -38,9 +38,9 @@ conformance: .venv/installed-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -q tests/conformance --every-case
 
 # Every operator, sign, factor and transpose of the formulas and backends, changed once: hours.
-# MODULE=formulas.attention for one module.
+# MODULE="formulas.attention mesp_torch" for some modules.
 mutation: .venv/installed-test
-	$(ONE_THREAD) $(BIN)/python -m tests.mutation.run --module "$(MODULE)"
+	$(ONE_THREAD) $(BIN)/python -m tests.mutation.run --module $(MODULE)
 
 check: .venv/installed-main
 	$(BIN)/mesp check $(ARGS)

@@ -19,7 +19,7 @@ from tests.conformance.subjects import (
 )
 
 
-@pytest.fixture(params=cells(), ids="-".join)
+@pytest.fixture
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """Each cell in turn; afterwards no input and nothing saved may have been written into."""
     made = Subject(*request.param)
@@ -28,7 +28,20 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         made.check_unchanged()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every cell, or those that ``--subjects`` names, for each test of a subject that does not
+    say itself which it takes."""
+    own = any("subject" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "subject" in metafunc.fixturenames and not own:
+        wanted = metafunc.config.getoption("--subjects").split(",")
+        chosen = [c for c in cells() if not wanted[0] or c[0] in wanted or "-".join(c) in wanted]
+        metafunc.parametrize("subject", chosen, ids="-".join, indirect=True)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--subjects", default="", help="only these, as torch or numpy-float64, comma between"
+    )
     parser.addoption(
         "--every-case", action="store_true", help="every case of every cell, JAX's too (slow)"
     )

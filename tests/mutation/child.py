@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import resource
 import signal
 import sys
@@ -16,11 +15,11 @@ from typing import Any
 
 import pytest
 
-#: Seconds a mutant may take, and memory in bytes it may ask for, before it counts as noticed.
-TIME_LIMIT = 120
-MEMORY_LIMIT = 12 << 30
+#: Bytes of address space a mutant may ask for before it counts as noticed.
+MEMORY_LIMIT = 48 << 30
 
 SURVIVED, KILLED = 0, 1
+_IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 
 
 class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -46,18 +45,21 @@ class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, str(self._path), "exec"), module.__dict__)
 
 
-def run(name: str, path: Path, source: str, arguments: Sequence[str]) -> int:
-    """SURVIVED when every test passes with ``source`` as the module ``name``, else KILLED.
+def run(name: str, path: Path, source: str, arguments: Sequence[str], limit: float) -> int:
+    """SURVIVED when every test passes with ``source`` as the module ``name`` (the tree as it is
+    when the name is empty), else KILLED. After ``limit`` seconds a signal ends the process.
 
     Raises RuntimeError when the module was there before, or when no test was chosen.
     """
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already; its mutant would not be used")
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(KILLED))
-    signal.alarm(TIME_LIMIT)
+    signal.setitimer(signal.ITIMER_REAL, limit)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    sys.meta_path.insert(0, MutatedModule(name, path, source))
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *arguments])
+    if name:
+        sys.meta_path.insert(0, MutatedModule(name, path, source))
+    # pytest-timeout would use the same timer; and that a plugin was imported early is no matter.
+    options = ("-x", "-q", "--timeout=0", "-p", "no:cacheprovider", "-W", _IMPORTED)
+    code = pytest.main([*options, *arguments])
     if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
         raise RuntimeError(f"pytest ran no test: {arguments}")
     return SURVIVED if code == pytest.ExitCode.OK else KILLED

@@ -2,104 +2,49 @@
 
 Every mutant of every formula and specialisation is run against the tests that judge its module.
 Survivors must be explained in ``explained.toml``; an unexplained one, or an explanation that no
-survivor needs, fails the check.
+survivor needs, fails the check. Each verdict is printed as it comes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation import child
 from tests.mutation.mutants import Mutant, mutants, mutated
+from tests.mutation.suites import SUITES, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Suite:
-    """modules: a glob of files; stages: of a file's stem, pytest's arguments, the quick judge
-    first. A mutant that survives one stage meets the next."""
-
-    modules: str
-    stages: Callable[[str], tuple[tuple[str, ...], ...]]
-
-
-_CONFORMANCE = "tests/conformance"
-_EXACT = "numpy-float64 or numpy-float16"
-_MEMORY = "tests/memory/test_nothing_large_is_made.py"
-_WHOLE = ("tests/oracle/test_whole_model.py", "-k", "numpy_float64")
-
-#: The file of the matrix that is about a formula, where it is not named like it.
-_ABOUT = {
-    "activation": "gated_mlp",
-    "cross_entropy": "ends",
-    "embedding": "ends",
-    "frozen_linear": "linear",
-    "frozen_matrix": "linear",
-    "quantization": "linear",
-    "loops": "linear",
-    "precision": "linear",
-}
-
-
-def _about(stem: str) -> str:
-    return f"{_CONFORMANCE}/test_{_ABOUT.get(stem, stem)}.py"
-
-
-def _backend(name: str) -> Suite:
-    return Suite(
-        f"backends/mesp_{name}/*.py",
-        lambda stem: (
-            (f"tests/{name}",),
-            (_CONFORMANCE, "-k", name),
-            ("tests/oracle/test_whole_model.py", "-k", name),
-        ),
-    )
-
-
-SUITES = (
-    Suite(
-        "mesp_core/formulas/*.py",
-        lambda stem: (
-            (_about(stem), f"{_CONFORMANCE}/test_defaults.py", "-k", f"{_EXACT} or default"),
-            (_about(stem), "-k", "not jax and not float64"),
-            (_CONFORMANCE, "-k", _EXACT),
-            (_MEMORY,),
-            _WHOLE,
-        ),
-    ),
-    Suite("mesp_core/block.py", lambda stem: ((_about(stem), "-k", _EXACT), (_MEMORY,), _WHOLE)),
-    Suite("mesp_core/head.py", lambda stem: (_WHOLE, (_MEMORY,))),
-    Suite("mesp_core/host_matrix.py", lambda stem: (_WHOLE, (_MEMORY,))),
-    Suite("mesp_core/methods/mesp.py", lambda stem: (_WHOLE, (_MEMORY,))),
-    _backend("mlx"),
-    _backend("torch"),
-    _backend("jax"),
-)
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Job:
     mutant: Mutant
     path: Path
-    stages: tuple[tuple[str, ...], ...]
+    stages: tuple[Stage, ...]
 
 
-def jobs(pattern: str) -> Iterator[Job]:
-    """Every mutant of the modules whose dotted name holds ``pattern``, with its judges."""
+def jobs(patterns: Sequence[str] = ()) -> Iterator[Job]:
+    """Every mutant of the modules whose dotted name holds one of ``patterns``, with its judges;
+    none of the functions that ``left_out.toml`` names."""
+    absent = left_out()
     for suite in SUITES:
         for path in sorted(ROOT.glob(suite.modules)):
             name = module_name(path)
-            if pattern in name:
-                for mutant in mutants(name, path.read_text("utf-8")):
+            if patterns and not any(pattern in name for pattern in patterns):
+                continue
+            for mutant in mutants(name, path.read_text("utf-8")):
+                if f"{name}:{mutant.where}" not in absent:
                     yield Job(mutant, path, suite.stages(path.stem))
 
 
@@ -111,18 +56,39 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def judge(job: Job) -> int:
+def judge(job: Job, limits: Mapping[Stage, float]) -> int:
     """What the stages say, each in a process of its own: a fork of this one, which has imported
-    the test tools but nothing of the library."""
+    the tools and frameworks but nothing of the library. Prints the verdict."""
     source = mutated(job.path.read_text("utf-8"), job.mutant)
-    for stage in job.stages:
-        code = _forked(job, source, stage)
+    start, code, passed = time.monotonic(), child.SURVIVED, 0
+    while code == child.SURVIVED and passed < len(job.stages):
+        stage = job.stages[passed]
+        code = _forked(job.mutant.module, job.path, source, stage, limits[stage])
+        passed += code == child.SURVIVED
+    verdict = {child.SURVIVED: "SURVIVED", child.KILLED: f"stage {passed + 1}"}.get(code, "NONE")
+    seconds = time.monotonic() - start
+    os.write(1, f"{verdict:10} {seconds:6.1f} s  {job.mutant.name}\n".encode())
+    return code
+
+
+def time_limits(stages: Sequence[Stage]) -> dict[Stage, float]:
+    """Seconds each stage may take: a few times what it takes without a mutant.
+
+    Raises RuntimeError for a stage that fails without one, and so would notice anything.
+    """
+    limits = {}
+    for stage in stages:
+        start = time.monotonic()
+        code = _forked("", ROOT, "", stage, 600.0)
+        seconds = time.monotonic() - start
+        print(f"{seconds:6.1f} s without a mutant: {' '.join(stage)}", flush=True)
         if code != child.SURVIVED:
-            return code
-    return child.SURVIVED
+            raise RuntimeError("these tests fail without a mutant")
+        limits[stage] = 20.0 + 4.0 * seconds
+    return limits
 
 
-def _forked(job: Job, source: str, arguments: Sequence[str]) -> int:
+def _forked(module: str, path: Path, source: str, stage: Stage, limit: float) -> int:
     process = os.fork()
     if not process:
         code = 2
@@ -131,50 +97,97 @@ def _forked(job: Job, source: str, arguments: Sequence[str]) -> int:
             os.dup2(quiet, 1)
             error = os.dup(2)
             os.dup2(quiet, 2)
-            code = child.run(job.mutant.module, job.path, source, arguments)
+            code = child.run(module, path, source, stage, limit)
         except BaseException as problem:
-            os.write(error, f"{job.mutant.name}: {problem!r}\n".encode())
+            os.write(error, f"{module}: {problem!r}\n".encode())
         finally:
             os._exit(code)
     status = os.waitpid(process, 0)[1]
     return child.KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
 
 
+_TOOLS = (
+    "array_api_compat.torch",
+    "array_api_strict",
+    "hypothesis",
+    "jax",
+    "mesp_reference.decoder",
+    "peft",
+    "tokenizers",
+    "transformers.models.llama.modeling_llama",
+)
+
+
 def _import_the_tools() -> None:
-    """What every fork would import again. Nothing of the library but its reference, which no
-    mutant touches; no framework, whose threads a fork would lose."""
-    for name in ("array_api_strict", "tokenizers", "mesp_reference.decoder"):
+    """What every fork would import again: frameworks, which start no thread when imported and none
+    of whose devices is touched here, and of the library only the reference, which no mutant
+    changes. MLX is left out: its backend must be there before it to choose a BLAS."""
+    for name in _TOOLS:
         importlib.import_module(name)
+    tasks = Path("/proc/self/task")
+    if tasks.exists() and len(list(tasks.iterdir())) > 1:
+        raise RuntimeError(
+            "an import has started a thread, which a fork would lose; set OPENBLAS_NUM_THREADS, "
+            "OMP_NUM_THREADS and MKL_NUM_THREADS to 1"
+        )
+    # JAX warns of forks because its devices have threads; this process never asks for one.
+    warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+    gc.freeze()
 
 
 def explained() -> dict[str, str]:
     """Why each survivor that may survive does, by its name."""
-    groups = tomllib.loads((ROOT / "tests/mutation/explained.toml").read_text("utf-8"))
+    groups = tomllib.loads((HERE / "explained.toml").read_text("utf-8"))
     return {name: group["reason"] for group in groups["because"] for name in group["mutants"]}
+
+
+def left_out() -> dict[str, str]:
+    """Why the mutants of a function are not made, by ``module:function``."""
+    groups = tomllib.loads((HERE / "left_out.toml").read_text("utf-8"))
+    return {name: group["reason"] for group in groups["because"] for name in group["functions"]}
+
+
+def survivors_in(log: Path) -> set[str]:
+    """The names of the mutants that an earlier run's output says survived."""
+    lines = log.read_text("utf-8").splitlines()
+    return {line.partition(" s  ")[2] for line in lines if line.startswith("SURVIVED")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--module", default="", help="only modules whose name holds this")
+    parser.add_argument(
+        "--module", nargs="*", default=[], help="only modules whose names hold one of these"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--again", type=Path, help="only what survived in this earlier output")
     options = parser.parse_args(arguments)
     todo = list(jobs(options.module))
+    if options.again is not None:
+        names = survivors_in(options.again)
+        todo = [job for job in todo if job.mutant.name in names]
     if options.list:
         print(*(job.mutant.name for job in todo), sep="\n")
         return 0
     os.chdir(ROOT)
     _import_the_tools()
     start = time.monotonic()
-    survivors, reasons = run_all(todo, options.jobs), explained()
+    limits = time_limits(list(dict.fromkeys(stage for job in todo for stage in job.stages)))
+    survivors = run_all(todo, options.jobs, limits)
+    return report(todo, survivors, time.monotonic() - start)
+
+
+def report(todo: Sequence[Job], survivors: Sequence[Job], seconds: float) -> int:
+    """Prints the count and what is wrong; 1 when something is, else 0."""
+    reasons = explained()
+    judged = {job.mutant.name for job in todo}
     names = {job.mutant.name for job in survivors}
-    covered = {job.mutant.module for job in todo}
-    stale = [n for n in reasons if n.partition(":")[0] in covered and n not in names]
+    stale = [name for name in reasons if name in judged and name not in names]
     unexplained = [job for job in survivors if job.mutant.name not in reasons]
     print(
         f"{len(todo)} mutants, {len(todo) - len(survivors)} noticed, "
         f"{len(survivors) - len(unexplained)} survive with an explanation, "
-        f"{len(unexplained)} without; {time.monotonic() - start:.0f} s"
+        f"{len(unexplained)} without; {seconds:.0f} s"
     )
     for job in unexplained:
         print(f"  survived: line {job.mutant.line}: {job.mutant.name}")
@@ -183,23 +196,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if unexplained or stale else 0
 
 
-def run_all(todo: Sequence[Job], processes: int) -> list[Job]:
+def run_all(todo: Sequence[Job], processes: int, limits: Mapping[Stage, float]) -> list[Job]:
     """The jobs whose mutants survive, in order; ``processes`` at a time."""
     running: dict[int, Job] = {}
     results: dict[Job, int] = {}
     waiting = list(reversed(todo))
+    sys.stdout.flush()
     while waiting or running:
         while waiting and len(running) < processes:
             job = waiting.pop()
             process = os.fork()
             if not process:
-                os._exit(judge(job))
+                os._exit(judge(job, limits))
             running[process] = job
         process, status = os.wait()
         job = running.pop(process)
         results[job] = os.waitstatus_to_exitcode(status)
-        if sys.stderr.isatty():
-            print(f"\r{len(results)}/{len(todo)}", end="", file=sys.stderr)
         if results[job] not in (child.SURVIVED, child.KILLED):
             raise RuntimeError(f"{job.mutant.name} could not be judged")
     return [job for job in todo if results[job] == child.SURVIVED]

@@ -45,6 +45,6 @@ def test_a_mutant_changes_one_thing_and_has_a_name_of_its_own() -> None:
 
 
 def test_explanations_name_mutants_that_exist() -> None:
-    names = {job.mutant.name for job in jobs("")}
+    names = {job.mutant.name for job in jobs()}
     assert len(names) > 1500
     assert set(explained()) <= names
