@@ -14,7 +14,7 @@ import numpy as np
 from mesp_core.errors import MespError
 
 #: Bytes of one value of each type that is written.
-ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 
 #: The safetensors type of each dtype name.
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -43,28 +43,36 @@ def encode(values: np.ndarray, kind: str) -> np.ndarray:
 def write_safetensors(
     file: BinaryIO,
     shapes: Mapping[str, tuple[int, ...]],
-    kind: str,
+    kind: str | Mapping[str, str],
     chunks: Callable[[str], Iterable[np.ndarray]],
     metadata: Mapping[str, str],
 ) -> None:
     """Write tensors one after the other, each as consecutive pieces.
 
-    shapes: every tensor, in the order of the file. kind: their type. chunks: gives the pieces of
-    one tensor, already encoded. metadata: strings for the header.
+    shapes: every tensor, in the order of the file. kind: their type, or the type of each. chunks:
+    gives the pieces of one tensor, already encoded. metadata: strings for the header.
     """
+    kinds = dict.fromkeys(shapes, kind) if isinstance(kind, str) else kind
+    file.write(safetensors_header(shapes, kinds, metadata))
+    for name, shape in shapes.items():
+        written = sum(file.write(piece.data) for piece in chunks(name) if piece.size)
+        if written != size_in_file(shape, kinds[name]):
+            raise MespError(f"tensor {name} of shape {shape} came as {written} bytes")
+
+
+def safetensors_header(
+    shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str], metadata: Mapping[str, str]
+) -> bytes:
+    """What stands before the tensors: the length of the description, and the description."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, shape in shapes.items():
-        end = offset + size_in_file(shape, kind)
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+        end = offset + size_in_file(shape, kinds[name])
+        header[name] = {"dtype": kinds[name], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name, shape in shapes.items():
-        written = sum(file.write(piece.data) for piece in chunks(name) if piece.size)
-        if written != size_in_file(shape, kind):
-            raise MespError(f"tensor {name} of shape {shape} came as {written} bytes")
+    return len(text).to_bytes(8, "little") + text
 
 
 def size_in_file(shape: tuple[int, ...], kind: str) -> int:

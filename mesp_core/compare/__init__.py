@@ -1,0 +1,1 @@
+"""Methods side by side: memory, time and gradients, each measured in processes of its own."""
