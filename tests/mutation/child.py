@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import resource
 import signal
 import sys
@@ -19,7 +20,6 @@ import pytest
 MEMORY_LIMIT = 48 << 30
 
 SURVIVED, KILLED = 0, 1
-_IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 
 
 class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -57,9 +57,11 @@ def run(name: str, path: Path, source: str, arguments: Sequence[str], limit: flo
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     if name:
         sys.meta_path.insert(0, MutatedModule(name, path, source))
-    # pytest-timeout would use the same timer; and that a plugin was imported early is no matter.
-    options = ("-x", "-q", "--timeout=0", "-p", "no:cacheprovider", "-W", _IMPORTED)
-    code = pytest.main([*options, *arguments])
+    # Nobody reads what an assertion says here, and most plugins cost more than a test.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options = ("-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "pytest_timeout")
+    # pytest-timeout would use the same timer.
+    code = pytest.main([*options, "--timeout=0", *arguments])
     if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
         raise RuntimeError(f"pytest ran no test: {arguments}")
     return SURVIVED if code == pytest.ExitCode.OK else KILLED

@@ -64,6 +64,8 @@ _SIBLINGS = {
     "sum": "mean",
     "mean": "sum",
 }
+#: Arguments that guard, show or copy and compute nothing, so that no value of theirs is wrong.
+_SPARED = ("compare", "copy", "repr", "strict")
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _walk(tree: ast.AST, where: str = "") -> Iterator[tuple[ast.AST, ast.AST, st
             if not isinstance(node, ast.AST) or isinstance(node, ast.Raise | ast.Import):
                 continue
             if isinstance(node, ast.Assert | ast.ImportFrom):
+                continue
+            if isinstance(node, ast.keyword) and node.arg in _SPARED:
                 continue
             inner = where
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

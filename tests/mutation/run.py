@@ -35,17 +35,14 @@ class Job:
 
 
 def jobs(patterns: Sequence[str] = ()) -> Iterator[Job]:
-    """Every mutant of the modules whose dotted name holds one of ``patterns``, with its judges;
-    none of the functions that ``left_out.toml`` names."""
-    absent = left_out()
+    """Every mutant of the modules whose dotted name holds one of ``patterns``, with its judges."""
     for suite in SUITES:
         for path in sorted(ROOT.glob(suite.modules)):
             name = module_name(path)
             if patterns and not any(pattern in name for pattern in patterns):
                 continue
             for mutant in mutants(name, path.read_text("utf-8")):
-                if f"{name}:{mutant.where}" not in absent:
-                    yield Job(mutant, path, suite.stages(path.stem))
+                yield Job(mutant, path, suite.stages(path.stem))
 
 
 def module_name(path: Path) -> str:
@@ -139,12 +136,6 @@ def explained() -> dict[str, str]:
     """Why each survivor that may survive does, by its name."""
     groups = tomllib.loads((HERE / "explained.toml").read_text("utf-8"))
     return {name: group["reason"] for group in groups["because"] for name in group["mutants"]}
-
-
-def left_out() -> dict[str, str]:
-    """Why the mutants of a function are not made, by ``module:function``."""
-    groups = tomllib.loads((HERE / "left_out.toml").read_text("utf-8"))
-    return {name: group["reason"] for group in groups["because"] for name in group["functions"]}
 
 
 def survivors_in(log: Path) -> set[str]:

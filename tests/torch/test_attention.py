@@ -14,7 +14,7 @@ from mesp_core.formulas import AttentionPlan, attention_backward, attention_forw
 from mesp_core.formulas.loops import EagerLoops
 from mesp_reference.check.compare import assert_close
 from mesp_reference.check.tolerances import TOLERANCES
-from mesp_torch.flash import SCHEMAS, unusable
+from mesp_torch.flash import SCHEMAS, _heads_first, unusable
 from mesp_torch.torch_backend import TorchBackend
 
 SCALE = 0.37
@@ -136,3 +136,23 @@ def test_where_tiles_run_and_why(
     row = next(row for row in backend.explain() if row.component == "attention")
     assert row.name == "formula"
     assert reason in row.reason and "2 for" in row.reason
+
+
+def test_calls_by_the_pair_and_by_tiles_are_told_apart() -> None:
+    backend = TorchBackend.on("cpu")
+    q, k, v, _ = draw(23, 6, 2, torch.float64)
+    for options in ({}, {"window": 3}, {}, {"window": 3}):
+        backend.ops.attention.forward(q, k, v, plan=plan_of((23,), **options))
+    row = next(row for row in backend.explain() if row.component == "attention")
+    assert (row.name, row.calls) == ("aten::_scaled_dot_product_flash_attention_for_cpu", 4)
+    assert "of the calls 2 by the formula's tiles: 2 for a window" in row.reason
+
+
+def test_only_features_that_lie_apart_are_copied() -> None:
+    rows = torch.randn(7, 3, 8)
+    apart = torch.randn(5, 7, 3).permute(1, 2, 0)
+    for given in (rows, rows[:, :, :5]):
+        taken = _heads_first(given)
+        assert taken.shape == (1, 3, 7, given.shape[2])
+        assert taken.data_ptr() == given.data_ptr()
+    assert _heads_first(apart).stride(-1) == 1

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import mesp_core as mesp
-from mesp_core.backend import Backend
+from mesp_core.backend import Backend, MemoryReport
 from mesp_core.block import block_forward
 from mesp_core.decoder import Pass
 from mesp_core.formulas import DenseMatrix
-from mesp_core.formulas.dropout import dropout_key, random_words
+from mesp_core.formulas.dropout import Words, dropout_key, random_words
 from mesp_core.formulas.lora_linear import LoraLinearSaved, Projection
+from mesp_core.host_words import HostWords
 from mesp_core.optimizers import rounding_words
+from mesp_core.stored_matrix import StoredMatrix
 from mesp_torch.torch_backend import TorchBackend
 from tests.tiny_reference import tiny_checkpoint
 
@@ -40,6 +42,93 @@ def test_the_default_device_is_the_best_there_is() -> None:
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(mesp.BackendUnavailableError, match="cuda|CUDA"):
         mesp.get_backend(f"torch:{device}")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "mps", "problem"),
+    [
+        ("cpu", 0, False, None),
+        ("cuda", 0, True, "finds no CUDA GPU"),
+        ("cuda:0", 0, False, "finds no CUDA GPU"),
+        ("cuda", 1, False, None),
+        ("cuda:1", 2, False, None),
+        ("cuda:2", 2, False, "there is no cuda:2: torch finds 2"),
+        ("cuda:x", 2, True, "no device 'cuda:x'"),
+        ("mps", 1, False, "finds no MPS device"),
+        ("mps", 0, True, None),
+        ("mps:0", 0, True, "no device 'mps:0'"),
+        ("tpu", 1, True, "no device 'tpu'"),
+    ],
+)
+def test_what_is_told_of_a_device(
+    device: str, gpus: int, mps: bool, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On machines with these GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    if problem is None:
+        assert TorchBackend.on(device).device == device
+    else:
+        with pytest.raises(mesp.BackendUnavailableError, match=problem):
+            TorchBackend.on(device)
+    best = "cuda" if gpus else "mps" if mps else "cpu"
+    assert TorchBackend.on(None).device == best
+
+
+def test_what_is_chosen_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is computed on the device, which need not be there."""
+    monkeypatch.setattr("mesp_torch.torch_backend._absence", lambda device: None)
+    cpu, cuda, mps = (TorchBackend.on(device) for device in ("cpu", "cuda:1", "mps"))
+    assert (cpu.native, cuda.native, mps.native) == (False, True, True)
+    # Words are drawn on the host only where the host computes; torch adds no uint32.
+    assert [type(b.words) for b in (cpu, cuda, mps)] == [HostWords, Words, Words]
+    assert all(b.words.masked for b in (cpu, cuda, mps))
+    for stored in ("float64", "float32", "bfloat16", "float16"):
+        chosen = [b.default_dtype(stored) for b in (cpu, cuda, mps)]
+        host = "float64" if stored == "float64" else "float32"
+        assert chosen == [host, stored, "float32" if stored == "float64" else stored]
+    with pytest.raises(mesp.MespError, match="no float64"):
+        mps.dtype("float64")
+    assert mps.dtype("float32") == torch.float32
+    assert cuda.dtype("float64") == torch.float64
+    # CUDA alone gives the sum of 16-bit products unrounded.
+    rounds = [b.rounds_input_gradients("bfloat16") for b in (cuda, mps)]
+    assert rounds == [False, True] and not mps.rounds_input_gradients("float32")
+    matrix = StoredMatrix(values=np.zeros((3, 5), np.float32))
+    for backend, forward in ((cuda, torch.bfloat16), (mps, None)):
+        how = backend.frozen(matrix, "bfloat16", "streamed").how
+        assert (how.forward, how.backward) == (forward, torch.bfloat16)
+        how = backend.frozen(matrix, "float32", "streamed").how
+        assert (how.forward, how.backward) == (None, None)
+    rows = {row.component: row for row in cuda.explain()}
+    assert rows["attention"].name == "formula"
+
+
+def test_memory_of_a_gpu_is_told_by_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesp_torch.torch_backend._absence", lambda device: None)
+    emptied: list[str] = []
+    for name, value in (("memory_allocated", 5), ("memory_reserved", 12),
+                        ("max_memory_allocated", 9)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: emptied.append(f"cuda {name}"))
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 3)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 10)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append("mps empty_cache"))
+    cuda, mps, cpu = (TorchBackend.on(device) for device in ("cuda", "mps", "cpu"))
+    assert cuda.memory() == MemoryReport(5, 7, 9)
+    assert mps.memory() == MemoryReport(3, 7, None)
+    assert cpu.memory() == MemoryReport(None, None, None)
+    for backend in (cpu, mps, cuda):
+        backend.reset_peak()
+    assert emptied == ["mps empty_cache", "cuda empty_cache", "cuda reset_peak_memory_stats"]
+
+
+@pytest.mark.parametrize(("mkl", "name"), [(True, "MKL"), (False, "torch's own")])
+def test_the_blas_is_named(mkl: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    assert TorchBackend.on("cpu").versions()["blas"] == name
 
 
 def test_without_torch_the_package_imports_and_says_why_it_cannot_run() -> None:
