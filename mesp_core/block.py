@@ -39,7 +39,9 @@ class Block:
 class BlockPlan:
     """What a block needs to know of the batch and the model, beside its weights.
 
-    cos, sin: RoPE tables [N, E'/2]; dropouts: masks of the q, k, v and o adapters.
+    cos, sin: RoPE tables [N, E'/2]; dropouts: masks of the q, k, v and o adapters. mask: [N, N],
+    which keys each query sees, for a block that forms the scores (``plain_block``); None where
+    that is every key at or before it.
     """
 
     heads: int
@@ -52,18 +54,20 @@ class BlockPlan:
     attention: AttentionPlan
     mlp: MlpPlan
     dropouts: tuple[Dropout | None, Dropout | None, Dropout | None, Dropout | None]
+    mask: Array | None = None
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """Queries, keys and values by head; raw ones are before the q/k norm (None without one),
-    with the norm's saved state."""
+    """Queries, keys and values by head, the saved state of the q/k norm (None without one), and
+    h = xA of the three projections, None where it is recomputed."""
 
     q: Array
     k: Array
     v: Array
     q_norm: Any = None
     k_norm: Any = None
+    h: tuple[Array | None, ...] = (None, None, None)
 
 
 def block_forward(
@@ -81,7 +85,7 @@ def block_forward(
     o, _ = ops.attention.forward(heads.q, heads.k, heads.v, plan=plan.attention)
     stage(o)
     del heads
-    x_mid = _after_attention(x, o, block, plan, ops, xp)
+    x_mid = _after_attention(x, o, block, plan, ops, xp)[0]
     stage(x_mid)
     del o
     normed, _ = ops.rms_norm.forward(
@@ -100,6 +104,7 @@ def block_backward(
     plan: BlockPlan,
     *,
     input_gradient: bool = True,
+    store_h: bool = False,
     ops: Operations,
     backend: Any,
 ) -> tuple[Array | None, dict[str, LoraGradients | None]]:
@@ -108,31 +113,31 @@ def block_backward(
     dout: [N, D] in the accumulation dtype; x: [N, D]. Returns (dx, gradients): dx [N, D] in the
     accumulation dtype, or None without ``input_gradient`` (nothing trained lies below);
     gradients by projection: q, k, v, o, gate, up, down. ``down`` and everything after it is never
-    recomputed.
+    recomputed. store_h: keep h = xA of q, k, v and o from the recomputed forward pass, where it
+    is recomputed otherwise (the paper's ablation); the MLP makes its own once in either case.
     """
     xp, stage = backend.xp, backend.stage
     x = wide(x, xp)
-    heads = _heads(x, block, plan, ops, backend)
+    heads = _heads(x, block, plan, ops, backend, store_h)
     o, attention = ops.attention.forward(heads.q, heads.k, heads.v, plan=plan.attention)
     stage(o, attention.lse)
-    x_mid = _after_attention(x, o, block, plan, ops, xp)
-    stage(x_mid)
+    x_mid, saved = _after_attention(x, o, block, plan, ops, xp, store_h)
+    stage(x_mid, saved.h)
 
     gradients: dict[str, LoraGradients | None] = {}
     dx_mid = _mlp_backward(dout, x_mid, block, plan, gradients, ops, backend)
     del x_mid
 
-    flat = xp.reshape(o, (o.shape[0], -1))
-    saved = LoraLinearSaved(flat)
     do, gradients["o"] = ops.lora_linear.backward(dx_mid, saved, block.o, dropout=plan.dropouts[3])
     do = xp.reshape(do, o.shape)
-    stage(do)
+    stage(do, gradients["o"])
     dq, dk, dv = ops.attention.backward(
         do, attention, heads.q, heads.k, heads.v, o, plan=plan.attention
     )
     stage(dq, dk, dv)
-    del do, o, flat, saved, attention
+    del do, o, saved, attention
     dq, dk = _heads_backward(dq, dk, heads, block, plan, ops)
+    h = heads.h
     del heads
     flat_gradients = {
         name: xp.reshape(d, (d.shape[0], -1)) for name, d in (("q", dq), ("k", dk), ("v", dv))
@@ -140,27 +145,32 @@ def block_backward(
     stage(*flat_gradients.values())
     del dq, dk, dv
     dx = _inputs_backward(
-        flat_gradients, x, dx_mid, block, plan, gradients, input_gradient, ops, backend
+        flat_gradients, x, h, dx_mid, block, plan, gradients, input_gradient, ops, backend
     )
     return dx, gradients
 
 
-def _heads(x: Array, block: Block, plan: BlockPlan, ops: Operations, backend: Any) -> _Heads:
+def _heads(
+    x: Array, block: Block, plan: BlockPlan, ops: Operations, backend: Any, store_h: bool = False
+) -> _Heads:
     """Norm, the three projections, q/k norm and RoPE."""
     xp, stage = backend.xp, backend.stage
     normed, _ = ops.rms_norm.forward(x, block.input_norm, eps=plan.eps, plus_one=plan.norm_plus_one)
     stage(normed)
-    split = []
+    split, h = [], []
     for name, count, dropout in (
         ("q", plan.heads, plan.dropouts[0]),
         ("k", plan.kv_heads, plan.dropouts[1]),
         ("v", plan.kv_heads, plan.dropouts[2]),
     ):
-        y, _ = ops.lora_linear.forward(normed, getattr(block, name), dropout=dropout)
+        y, saved = ops.lora_linear.forward(
+            normed, getattr(block, name), dropout=dropout, store_h=store_h
+        )
         split.append(xp.reshape(y, (y.shape[0], count, -1)))
-        stage(split[-1])
+        h.append(saved.h)
+        stage(split[-1], h[-1])
     q, k, v = split
-    del normed, split
+    del normed, split, y, saved
     q_norm = k_norm = None
     if block.q_norm is not None:
         options = {"eps": plan.eps, "plus_one": plan.norm_plus_one}
@@ -169,15 +179,16 @@ def _heads(x: Array, block: Block, plan: BlockPlan, ops: Operations, backend: An
     q, _ = ops.rope.forward(q, plan.cos, plan.sin, interleaved=plan.interleaved)
     k, _ = ops.rope.forward(k, plan.cos, plan.sin, interleaved=plan.interleaved)
     stage(q, k)
-    return _Heads(q, k, v, q_norm, k_norm)
+    return _Heads(q, k, v, q_norm, k_norm, tuple(h))
 
 
 def _after_attention(
-    x: Array, o: Array, block: Block, plan: BlockPlan, ops: Operations, xp: Any
-) -> Array:
+    x: Array, o: Array, block: Block, plan: BlockPlan, ops: Operations, xp: Any,
+    store_h: bool = False,
+) -> tuple[Array, LoraLinearSaved]:  # fmt: skip
     flat = xp.reshape(o, (o.shape[0], -1))
-    y, _ = ops.lora_linear.forward(flat, block.o, dropout=plan.dropouts[3])
-    return x + y
+    y, saved = ops.lora_linear.forward(flat, block.o, dropout=plan.dropouts[3], store_h=store_h)
+    return x + y, saved
 
 
 def _mlp_backward(
@@ -216,8 +227,8 @@ def _heads_backward(
 
 
 def _inputs_backward(
-    flat: dict[str, Array], x: Array, dx_mid: Array, block: Block, plan: BlockPlan,
-    gradients: dict, input_gradient: bool, ops: Operations, backend: Any,
+    flat: dict[str, Array], x: Array, h: tuple[Array | None, ...], dx_mid: Array, block: Block,
+    plan: BlockPlan, gradients: dict, input_gradient: bool, ops: Operations, backend: Any,
 ) -> Array | None:  # fmt: skip
     """Back through q, k, v and the first norm; the norm is recomputed here, not kept."""
     stage = backend.stage
@@ -225,13 +236,11 @@ def _inputs_backward(
         x, block.input_norm, eps=plan.eps, plus_one=plan.norm_plus_one
     )
     stage(normed, norm.rstd)
-    saved = LoraLinearSaved(normed)
-    del normed
     dnormed = None
     for place, name in enumerate(("q", "k", "v")):
         part, gradients[name] = ops.lora_linear.backward(
             flat.pop(name),
-            saved,
+            LoraLinearSaved(normed, h[place]),
             getattr(block, name),
             dropout=plan.dropouts[place],
             input_gradient=input_gradient,
