@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mesp_core.errors import BackendUnavailableError
+from mesp_core.autodiff import Autodiff
+from mesp_core.errors import BackendUnavailableError, UnsupportedError
 from mesp_core.formulas.attention import first_key_tiles
 from mesp_core.formulas.dropout import Words
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
@@ -43,12 +44,14 @@ class MemoryReport:
 @dataclass(frozen=True)
 class TileSizes:
     """How the work is cut. weights: weights in the dense tiles alive at once; query, key: tokens
-    in an attention tile; tokens: tokens in an MLP or vocabulary tile."""
+    in an attention tile; tokens: tokens in an MLP or vocabulary tile; features: of the MLP in a
+    tile, as many as ``weights`` allows when None."""
 
     weights: int = 1 << 20
     query: int = 128
     key: int = 128
     tokens: int = 1024
+    features: int | None = None
 
 
 class Backend(ABC):
@@ -139,6 +142,18 @@ class Backend(ABC):
         """Whether products dy W in a model of ``dtype`` are rounded to it, because a 16-bit
         product is that much faster here: they then err by that one rounding."""
         return False
+
+    def autodiff(self) -> Autodiff:
+        """The framework's own differentiation, which the baselines are made of.
+
+        Raises UnsupportedError where there is none.
+        """
+        raise UnsupportedError(f"{self.name} has no automatic differentiation")
+
+    def compiled_bytes(self) -> int | None:
+        """Temporaries and outputs of the largest program compiled so far, as its compiler planned
+        them; None where nothing is compiled ahead."""
+        return None
 
     def release(self) -> None:
         """Gives back memory the allocator keeps for reuse; called after each block."""

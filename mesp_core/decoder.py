@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,22 +24,43 @@ from mesp_core.model import Model
 Array = Any
 
 
+@dataclass(frozen=True)
+class Stages:
+    """What a pass runs, each a stage of ``Backend.run``: a block forward and backward, and the
+    head. masked: whether the block needs ``BlockPlan.mask``."""
+
+    forward: Callable[..., Any] = block_forward
+    backward: Callable[..., Any] = block_backward
+    head: Callable[..., Any] = head_loss
+    masked: bool = False
+
+
+#: The hand-written passes.
+MESP = Stages()
+
+
 class Pass:
     """One batch on its way through a model: what every block shares.
 
     training: with dropout masks (when the model's LoRA has dropout), keyed by ``model.step``.
     """
 
-    def __init__(self, model: Model, batch: Batch, *, training: bool) -> None:
+    def __init__(
+        self, model: Model, batch: Batch, *, training: bool, stages: Stages = MESP
+    ) -> None:
         batch.check_vocabulary(model.config.vocab)
         self.model = model
+        self.stages = stages
+        self.sequences = len(batch.numbers)
         self.backend = model.backend
         self.tokens = len(batch.tokens)
         self.batch = batch = batch.padded(self.backend.bucket(self.tokens))
         self.segment = self.backend.from_numpy(batch.segment, "int32")
         tables = _tables(model.config, batch)
         self.cos, self.sin = (self.backend.from_numpy(a, model.wide_dtype) for a in tables)
-        self._attention = {window: self._plan(window) for window in set(model.config.windows)}
+        windows = set(model.config.windows)
+        self._attention = {window: self._plan(window) for window in windows}
+        self._masks = {window: self.mask(window) for window in windows} if stages.masked else {}
         lora = model.lora
         self._dropout = lora.dropout if training and lora is not None else 0.0
         if self._dropout:
@@ -61,14 +83,28 @@ class Pass:
             key_tile=tiles.key,
         )
 
-    def block_plan(self, layer: int) -> BlockPlan:
+    def mask(self, window: int | None) -> Array | None:
+        """[N, N], True where a query (row) sees a key; None where that is every key at or before
+        it: one sequence, shorter than the window. (What is padded sees the sequence, which
+        changes nothing, as nothing sees it.)"""
+        if self.sequences == 1 and (window is None or window >= self.tokens):
+            return None
+        segment, place = self.batch.segment, np.arange(len(self.batch.tokens))
+        back = place[:, None] - place[None, :]
+        seen = (segment[:, None] == segment[None, :]) & (back >= 0)
+        return self.backend.from_numpy(seen & (back < (window or len(place))), "bool")
+
+    def block_plan(self, layer: int, *, masked: bool = False) -> BlockPlan:
+        """masked: for a block that forms the scores and needs ``mask``."""
         config = self.model.config
+        window = config.windows[layer]
+        tiles = self.backend.tiles
         dropouts = [self._dropout_of(layer, projection) for projection in range(7)]
         mlp = MlpPlan(
             activation=config.activation,
             # Three dense tiles, of gate, up and down, are alive together.
-            feature_tile=rows_per_tile(3 * config.hidden, self.backend.tiles.weights),
-            token_tile=self.backend.tiles.tokens,
+            feature_tile=tiles.features or rows_per_tile(3 * config.hidden, tiles.weights),
+            token_tile=tiles.tokens,
             dropouts=(dropouts[4], dropouts[5], dropouts[6]),
         )
         return BlockPlan(
@@ -79,9 +115,10 @@ class Pass:
             interleaved=config.rope.interleaved,
             cos=self.cos,
             sin=self.sin,
-            attention=self._attention[config.windows[layer]],
+            attention=self._attention[window],
             mlp=mlp,
             dropouts=(dropouts[0], dropouts[1], dropouts[2], dropouts[3]),
+            mask=self._masks[window] if masked else None,
         )
 
     def _dropout_of(self, layer: int, projection: int) -> Dropout | None:
@@ -98,24 +135,25 @@ class Pass:
         self.backend.stage(x)
         return x
 
-    def forward(self, x: Array, layer: int) -> Array:
-        """Block ``layer`` on its input; its weights are released afterwards."""
-        out = self.backend.run(block_forward, x, self.model.block(layer), self.block_plan(layer))
+    def forward(self, x: Array, layer: int, parameters: Mapping[str, Array] | None = None) -> Array:
+        """Block ``layer`` on its input, perhaps with other parameters than the model's; its
+        weights are released afterwards."""
+        block = self.model.block(layer, parameters)
+        plan = self.block_plan(layer, masked=self.stages.masked)
+        out = self.backend.run(self.stages.forward, x, block, plan)
         self.model.release(layer)
         return out
 
     def backward(
-        self, dout: Array, x: Array, layer: int, *, input_gradient: bool
+        self, dout: Array, x: Array, layer: int, **static: bool
     ) -> tuple[Array | None, dict[str, LoraGradients | None]]:
-        """(dx, gradients) of block ``layer`` from its input; neither array may be used again."""
-        return self.backend.run(
-            block_backward,
-            dout,
-            x,
-            self.model.block(layer),
-            self.block_plan(layer),
-            input_gradient=input_gradient,
-        )
+        """(dx, gradients) of block ``layer`` from its input; neither array may be used again.
+
+        static: ``input_gradient`` and what else the stage takes.
+        """
+        block = self.model.block(layer)
+        plan = self.block_plan(layer, masked=self.stages.masked)
+        return self.backend.run(self.stages.backward, dout, x, block, plan, **static)
 
     def output(self) -> Array:
         """The last block's output [N, D], nothing kept on the way."""
@@ -126,26 +164,32 @@ class Pass:
 
     def loss(self, x: Array, *, normalizer: float, gradient: bool) -> tuple[float, Array | None]:
         """The weighted cross-entropy of the last block's output, and its gradient dx [N, D]."""
+        targets, weights = self.targets()
         loss, dx = self.backend.run(
-            head_loss,
+            self.stages.head,
             x,
             self.model.head,
-            self.backend.from_numpy(self.batch.targets, "int32"),
-            self.backend.from_numpy(self.batch.weights, self.model.wide_dtype),
+            targets,
+            weights,
             normalizer,
-            plan=self._head_plan(),
+            plan=self.head_plan(),
             gradient=gradient,
         )
         self.model.release(None)
         return float(loss), dx
 
+    def targets(self) -> tuple[Array, Array]:
+        """Targets and weights [N] on the backend."""
+        weights = self.backend.from_numpy(self.batch.weights, self.model.wide_dtype)
+        return self.backend.from_numpy(self.batch.targets, "int32"), weights
+
     def logits(self, x: Array) -> Array:
         """The logits [rows, V] of rows of the last block's output."""
-        logits = self.backend.run(head_logits, x, self.model.head, plan=self._head_plan())
+        logits = self.backend.run(head_logits, x, self.model.head, plan=self.head_plan())
         self.model.release(None)
         return logits
 
-    def _head_plan(self) -> HeadPlan:
+    def head_plan(self) -> HeadPlan:
         config, tiles = self.model.config, self.backend.tiles
         return HeadPlan(
             eps=config.eps,

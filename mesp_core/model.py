@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,13 @@ class Model:
         weight = self.embedding if self.config.tied else self.matrix("lm_head.weight")
         return Head(self._vectors["model.norm.weight"], weight)
 
-    def block(self, layer: int) -> Block:
-        """Block ``layer`` with its parameters as they are now."""
+    def block(self, layer: int, parameters: Mapping[str, Array] | None = None) -> Block:
+        """Block ``layer`` with its parameters as they are now, or with those given instead."""
         prefix = f"model.layers.{layer}."
+        if parameters is None:
+            parameters = self.parameters
         projections = {
-            name.rpartition(".")[2].removesuffix("_proj"): self._projection(layer, name)
+            name.rpartition(".")[2].removesuffix("_proj"): self._projection(layer, name, parameters)
             for name in PROJECTIONS
         }
         return Block(
@@ -113,13 +116,13 @@ class Model:
             **projections,
         )
 
-    def _projection(self, layer: int, name: str) -> Projection:
+    def _projection(self, layer: int, name: str, parameters: Mapping[str, Array]) -> Projection:
         prefix = f"model.layers.{layer}.{name}"
         return Projection(
             weight=self.matrix(prefix + ".weight"),
             bias=self._vectors.get(prefix + ".bias"),
-            lora_a=self.parameters.get(prefix + ".lora_a"),
-            lora_b=self.parameters.get(prefix + ".lora_b"),
+            lora_a=parameters.get(prefix + ".lora_a"),
+            lora_b=parameters.get(prefix + ".lora_b"),
             scale=self.lora.scale if self.lora else 1.0,
         )
 
@@ -136,6 +139,11 @@ class Model:
         """The first block with a parameter; the number of blocks when nothing is trained."""
         layers = (int(name.split(".")[2]) for name in self.parameters)
         return min(layers, default=self.config.layers)
+
+    def parameter_names(self, layer: int) -> list[str]:
+        """The names of one block's parameters, in the order of ``model.parameters``."""
+        prefix = f"model.layers.{layer}."
+        return [name for name in self.parameters if name.startswith(prefix)]
 
     def check_weights(self) -> None:
         """Raises NonFiniteError naming the first frozen matrix that holds NaN or infinity.

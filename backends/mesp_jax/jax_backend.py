@@ -20,7 +20,9 @@ from mesp_core.formulas.attention import first_key_tiles
 from mesp_core.formulas.dropout import words_of
 from mesp_core.formulas.frozen_matrix import FrozenMatrix
 from mesp_core.formulas.loops import arrays_in, tile_count
+from mesp_core.plain_block import plain_block_backward
 from mesp_core.stored_matrix import StoredMatrix
+from mesp_jax.autodiff import JaxAutodiff
 from mesp_jax.components import operations
 from mesp_jax.loops import LOOPS
 from mesp_jax.matrices import StreamedMatrix, load_streamed
@@ -29,7 +31,7 @@ from mesp_jax.programs import Program, Programs
 from mesp_jax.pytrees import register_pytrees
 
 _FLOATS = ("float32", "float16", "bfloat16")
-_INTEGERS = ("int32", "uint32", "uint8", "int8", "uint16")
+_INTEGERS = ("int32", "uint32", "uint8", "int8", "uint16", "bool")
 _WIDE = ("float64", "int64")
 
 
@@ -70,8 +72,8 @@ class JaxBackend(Backend):
         result is waited for, so that the next stage's weights do not join this one's.
         """
         arguments, streamed = load_streamed(arguments)
-        if stage is block_backward:
-            out = self._block_backward(arguments, static)
+        if stage in (block_backward, plain_block_backward):
+            out = self._block_backward(stage, arguments, static)
         else:
             bound = _BoundStage(stage, self)
             out = self._programs.run(bound, arguments, static, name=stage.__name__)
@@ -79,20 +81,23 @@ class JaxBackend(Backend):
             jax.block_until_ready(out)
         return out
 
-    def _block_backward(self, arguments: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    def _block_backward(
+        self, stage: Callable[..., Any], arguments: tuple[Any, ...], static: dict[str, Any]
+    ) -> Any:
         """One program for every block. Only the lowest needs no dx, and to compile another without
         it costs more than to compute and drop it. dx takes the memory of dout."""
         wanted = static.pop("input_gradient", True)
-        bound = _BoundStage(block_backward, self)
-        dx, gradients = self._programs.run(
-            bound, arguments, static, name="block_backward", donate=1
-        )
+        bound = _BoundStage(stage, self)
+        dx, gradients = self._programs.run(bound, arguments, static, name=stage.__name__, donate=1)
         return (dx if wanted else None), gradients
 
     def compiled(self, stage: str | None = None) -> list[Program]:
         """What has been compiled so far, or only the programs of one stage or component
         (``block_forward``, ``attention_backward``, …): one for each signature."""
         return [p for p in self._programs.all() if stage is None or p.name == stage]
+
+    def compiled_bytes(self) -> int | None:
+        return max((program.planned_bytes for program in self._programs.all()), default=None)
 
     def bucket(self, tokens: int) -> int:
         """Few different shapes, and few tokens wasted: multiples of 32 up to one tile, of 128 up
@@ -112,6 +117,9 @@ class JaxBackend(Backend):
         if window is not None:
             earliest = jnp.maximum(earliest, start - window + 1)
         return earliest // key
+
+    def autodiff(self) -> JaxAutodiff:
+        return JaxAutodiff()
 
     def stage(self, *trees: Any) -> None:
         """Waits for the arrays in ``trees``; inside a program there is nothing to wait for."""

@@ -30,6 +30,11 @@ class Program:
         """Memory it takes beside its arguments and results, as XLA planned it."""
         return self.executable.memory_analysis().temp_size_in_bytes
 
+    @property
+    def planned_bytes(self) -> int:
+        """The same with its results."""
+        return self.temporary_bytes + self.executable.memory_analysis().output_size_in_bytes
+
 
 class Programs:
     """Compiles and runs. Arrays and floats are traced; whatever else is in the arguments (tile

@@ -26,7 +26,7 @@ _FIELDS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     BlockPlan: (
-        ("cos", "sin", "attention", "mlp", "dropouts"),
+        ("cos", "sin", "attention", "mlp", "dropouts", "mask"),
         ("heads", "kv_heads", "eps", "norm_plus_one", "interleaved"),
     ),
     Head: (("norm", "weight"), ()),

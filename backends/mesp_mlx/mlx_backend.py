@@ -29,11 +29,22 @@ import mlx.core as mx
 
 from mesp_mlx import fast
 from mesp_mlx.activations import compiled_activations, host_activations
+from mesp_mlx.autodiff import MlxAutodiff
 from mesp_mlx.loops import CpuLoops, evaluate
 from mesp_mlx.matrices import NativeStreamed, load_native
 from mesp_mlx.namespace import CpuNamespace, MlxNamespace, host_view, new_buffer
 
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint32", "uint16")
+_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int32",
+    "int64",
+    "uint32",
+    "uint16",
+    "bool",
+)
 
 
 class MlxBackend(Backend):
@@ -104,6 +115,9 @@ class MlxBackend(Backend):
     def _new_buffer(self, shape: tuple[int, ...], dtype: Any) -> tuple[mx.array, np.ndarray]:
         return new_buffer(shape, getattr(mx, np.dtype(dtype).name))
 
+    def autodiff(self) -> MlxAutodiff:
+        return MlxAutodiff(self.xp, native=self.native)
+
     def stage(self, *trees: Any) -> None:
         evaluate(*trees)
 
@@ -126,7 +140,7 @@ class MlxBackend(Backend):
             raise MespError("MLX has no float64 on a GPU")
         if name not in _DTYPES:
             raise MespError(f"MLX has no {name}")
-        return getattr(mx, name)
+        return getattr(mx, "bool_" if name == "bool" else name)
 
     def dtype_name(self, array: mx.array) -> str:
         return str(array.dtype).removeprefix("mlx.core.")

@@ -26,12 +26,13 @@ from mesp_core.operations import (
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_torch import fast
 from mesp_torch.activations import native_activations
+from mesp_torch.autodiff import TorchAutodiff
 from mesp_torch.decoding import TorchHostMatrix
 from mesp_torch.flash import FlashAttention, unusable
 from mesp_torch.matrices import Native, NativeStreamed
 from mesp_torch.namespace import TorchNamespace
 
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8", "bool")
 
 _WITH_WEIGHTS = ("frozen_linear", "gated_mlp", "linear_cross_entropy", "lora_linear")
 
@@ -124,6 +125,9 @@ class TorchBackend(Backend):
     def run(self, stage: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
         with torch.no_grad():
             return super().run(stage, *arguments, **static)
+
+    def autodiff(self) -> TorchAutodiff:
+        return TorchAutodiff(self.xp)
 
     def stage(self, *trees: Any) -> None:
         """torch computes at once. What was computed from a tensor that requires gradients, such

@@ -1,5 +1,12 @@
 """Ways to obtain the gradients; see ``loss_and_gradients``."""
 
-from mesp_core.methods.gradients import METHODS, Result, loss_and_gradients
+from mesp_core.methods.gradients import (
+    EPSILON,
+    HEADS,
+    METHODS,
+    Result,
+    loss_and_gradients,
+    reason_against,
+)
 
-__all__ = ["METHODS", "Result", "loss_and_gradients"]
+__all__ = ["EPSILON", "HEADS", "METHODS", "Result", "loss_and_gradients", "reason_against"]
