@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +16,7 @@ from mesp_core import MespError
 from mesp_core.formulas import Dropout, dropout_key, words_of
 from mesp_core.formulas.attention import first_key_tiles
 from mesp_core.formulas.dropout import dropout_multiplier
+from mesp_jax.host_memory import return_free_memory
 from mesp_jax.jax_backend import JaxBackend
 
 
@@ -21,7 +26,7 @@ def test_it_is_registered() -> None:
     assert chosen.device == "cpu" and set(chosen.versions()) == {"jax", "jaxlib", "numpy"}
 
 
-@pytest.mark.parametrize("device", ["cpu:7", "abacus", "cpu:x", "gpu"])
+@pytest.mark.parametrize("device", ["cpu:7", "cpu:1", "abacus", "cpu:x", "gpu"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     if device == "gpu" and jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
@@ -112,6 +117,32 @@ def test_buckets_hold_the_tokens_and_repeat() -> None:
     assert len(set(buckets)) < 25
     # Above one tile, whole tiles of queries and keys.
     assert all(b % backend.tiles.query == 0 for b in buckets if b > backend.tiles.query)
+
+
+def test_the_buckets() -> None:
+    backend = JaxBackend("cpu")
+    steps = {1: 32, 32: 32, 33: 64, 128: 128, 129: 256, 1024: 1024, 1025: 1536, 1537: 2048}
+    assert {n: backend.bucket(n) for n in steps} == steps
+
+
+def test_a_gpu_computes_in_the_stored_dtype() -> None:
+    backend = JaxBackend("cpu")
+    stored = ("float64", "float32", "bfloat16", "float16")
+    assert {backend.default_dtype(name) for name in stored} == {"float32"}
+    backend.jax_device = SimpleNamespace(platform="gpu")
+    assert [backend.default_dtype(name) for name in stored] == ["float32", *stored[1:]]
+
+
+def test_what_the_compiler_leaves_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By glibc's own function, keeping nothing, on Linux, and where glibc is the C library."""
+    kept: list[int] = []
+    libraries = [SimpleNamespace(malloc_trim=kept.append), SimpleNamespace()]
+    for platform in ("linux", "darwin"):
+        monkeypatch.setattr(sys, "platform", platform)
+        for library in libraries:
+            monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
+            return_free_memory()
+    assert kept == [0]
 
 
 def test_memory_is_told_where_the_device_tells_it(backend: JaxBackend) -> None:

@@ -58,3 +58,13 @@ def test_arrays_of_a_tuple_are_put_together() -> None:
     put = jax.jit(lambda i: LOOPS.put((a, b), i, 2, 0, (jnp.ones((2, 2)), jnp.ones((2, 1)))))
     np.testing.assert_array_equal(put(1)[0][:, 0], [0, 0, 1, 1, 0, 0])
     np.testing.assert_array_equal(put(1)[1][:, 0], [0, 0, 1, 1, 0, 0])
+
+
+def test_nothing_is_traced_or_cut_for_nothing() -> None:
+    def never(i: Any, carry: Any) -> Any:
+        raise AssertionError("no turn")
+
+    assert LOOPS.fold(never, 5, 3, 3) == LOOPS.fold(never, 5, 3, 2) == 5
+    a = jnp.arange(4)
+    assert LOOPS.tile(a, 0, 4) is a and LOOPS.tile(a, 0, 9) is a
+    assert LOOPS.put(a, 0, 4, 0, x := jnp.ones(4, a.dtype)) is x

@@ -47,13 +47,15 @@ class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def run(name: str, path: Path, source: str, arguments: Sequence[str], limit: float) -> int:
     """SURVIVED when every test passes with ``source`` as the module ``name`` (the tree as it is
-    when the name is empty), else KILLED. After ``limit`` seconds a signal ends the process.
+    when the name is empty), else KILLED. A signal ends the process after ``limit`` seconds of its
+    own time, which other processes do not stretch, and also when it waits for many times as long.
 
     Raises RuntimeError when the module was there before, or when no test was chosen.
     """
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already; its mutant would not be used")
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.alarm(int(60 + 30 * limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     if name:
         sys.meta_path.insert(0, MutatedModule(name, path, source))

@@ -57,35 +57,37 @@ def judge(job: Job, limits: Mapping[Stage, float]) -> int:
     """What the stages say, each in a process of its own: a fork of this one, which has imported
     the tools and frameworks but nothing of the library. Prints the verdict."""
     source = mutated(job.path.read_text("utf-8"), job.mutant)
-    start, code, passed = time.monotonic(), child.SURVIVED, 0
-    while code == child.SURVIVED and passed < len(job.stages):
-        stage = job.stages[passed]
-        code = _forked(job.mutant.module, job.path, source, stage, limits[stage])
-        passed += code == child.SURVIVED
-    verdict = {child.SURVIVED: "SURVIVED", child.KILLED: f"stage {passed + 1}"}.get(code, "NONE")
+    start = time.monotonic()
+    verdict, code = "SURVIVED", child.SURVIVED
+    for number, stage in enumerate(job.stages, start=1):
+        code, signalled, _ = _forked(job.mutant.module, job.path, source, stage, limits[stage])
+        if code != child.SURVIVED:
+            verdict = f"time {number}" if signalled else f"stage {number}"
+            break
     seconds = time.monotonic() - start
     os.write(1, f"{verdict:10} {seconds:6.1f} s  {job.mutant.name}\n".encode())
     return code
 
 
 def time_limits(stages: Sequence[Stage]) -> dict[Stage, float]:
-    """Seconds each stage may take: a few times what it takes without a mutant.
+    """Seconds of its own time each stage may take: a few times what it takes without a mutant.
 
     Raises RuntimeError for a stage that fails without one, and so would notice anything.
     """
     limits = {}
     for stage in stages:
-        start = time.monotonic()
-        code = _forked("", ROOT, "", stage, 600.0)
-        seconds = time.monotonic() - start
+        code, _, seconds = _forked("", ROOT, "", stage, 600.0)
         print(f"{seconds:6.1f} s without a mutant: {' '.join(stage)}", flush=True)
         if code != child.SURVIVED:
             raise RuntimeError("these tests fail without a mutant")
-        limits[stage] = 20.0 + 4.0 * seconds
+        limits[stage] = 10.0 + 4.0 * seconds
     return limits
 
 
-def _forked(module: str, path: Path, source: str, stage: Stage, limit: float) -> int:
+def _forked(
+    module: str, path: Path, source: str, stage: Stage, limit: float
+) -> tuple[int, bool, float]:
+    """A stage in a process of its own: its code, whether a signal ended it, and its seconds."""
     process = os.fork()
     if not process:
         code = 2
@@ -99,8 +101,11 @@ def _forked(module: str, path: Path, source: str, stage: Stage, limit: float) ->
             os.write(error, f"{module}: {problem!r}\n".encode())
         finally:
             os._exit(code)
-    status = os.waitpid(process, 0)[1]
-    return child.KILLED if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+    _, status, usage = os.wait4(process, 0)
+    seconds = usage.ru_utime + usage.ru_stime
+    if os.WIFSIGNALED(status):
+        return child.KILLED, True, seconds
+    return os.waitstatus_to_exitcode(status), False, seconds
 
 
 _TOOLS = (

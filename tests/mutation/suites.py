@@ -41,21 +41,40 @@ _ABOUT = {
     "precision": "linear",
 }
 
-#: The file of a backend's own tests that is about a module of it.
+#: The file that is about a module of a backend: one of its own tests, or one of the matrix.
 _ABOUT_BACKEND = {
-    ("torch", "decoding"): "matrices",
-    ("torch", "flash"): "attention",
-    ("torch", "matrices"): "matrices",
-    ("torch", "bridge"): "bridge",
-    ("torch", "torch_backend"): "backend",
-    ("mlx", "bridge"): "bridge",
-    ("jax", "bridge"): "bridge",
-    ("jax", "jax_backend"): "backend",
-    ("jax", "loops"): "loops",
-    ("jax", "matrices"): "matrices",
-    ("jax", "quantized"): "matrices",
-    ("jax", "programs"): "programs",
-    ("jax", "pytrees"): "programs",
+    "torch": {
+        "activations": "conformance/test_gated_mlp",
+        "bridge": "torch/test_bridge",
+        "decoding": "torch/test_matrices",
+        "fast": "conformance/test_lora_linear",
+        "flash": "torch/test_attention",
+        "matrices": "torch/test_matrices",
+        "namespace": "conformance/test_attention",
+        "torch_backend": "torch/test_backend",
+    },
+    "mlx": {
+        "activations": "conformance/test_gated_mlp",
+        "blas": "mlx/test_backend",
+        "bridge": "mlx/test_bridge",
+        "fast": "conformance/test_rms_norm",
+        "loops": "conformance/test_attention",
+        "matrices": "mlx/test_matrices",
+        "mlx_backend": "mlx/test_backend",
+        "namespace": "conformance/test_attention",
+    },
+    "jax": {
+        "bridge": "jax/test_bridge",
+        "components": "jax/test_components",
+        "host_memory": "jax/test_backend",
+        "jax_backend": "jax/test_backend",
+        "loops": "jax/test_loops",
+        "matrices": "jax/test_matrices",
+        "namespace": "jax/test_matrices",
+        "programs": "jax/test_components",
+        "pytrees": "jax/test_programs",
+        "quantized": "jax/test_quantized",
+    },
 }
 
 
@@ -75,25 +94,36 @@ def _core(stem: str) -> tuple[Stage, ...]:
     )
 
 
-def _eager_backend(name: str, subjects: str) -> Callable[[str], tuple[Stage, ...]]:
-    def stages(stem: str) -> tuple[Stage, ...]:
-        about = _ABOUT_BACKEND.get((name, stem))
-        quick = (f"tests/{name}/test_{about}.py",) if about else ()
-        matrix = (_CONFORMANCE, "--subjects", subjects, "-k", f"{name} and not test_properties")
-        return (
-            *((quick,) if quick else ()),
-            matrix,
-            (f"tests/{name}",),
-            ("tests/oracle/test_whole_model.py", "-k", name),
-        )
+def _about_backend(name: str, stem: str, matrix: Stage) -> tuple[Stage, ...]:
+    """The quick judge of a backend's module, if it has one."""
+    about = _ABOUT_BACKEND[name].get(stem)
+    if about is None:
+        return ()
+    own = about.startswith(name)
+    return ((f"tests/{about}.py",) if own else (f"tests/{about}.py", *matrix),)
 
-    return stages
+
+def _eager_backend(name: str, subjects: str) -> Callable[[str], tuple[Stage, ...]]:
+    matrix = ("--subjects", subjects, "-k", f"{name} and not test_properties")
+    return lambda stem: (
+        *_about_backend(name, stem, matrix),
+        # The memory tests start a Python of their own, which would not see the mutant.
+        (f"tests/{name}", f"--ignore=tests/{name}/test_memory.py"),
+        (_CONFORMANCE, *matrix),
+        ("tests/oracle/test_whole_model.py", "-k", name),
+    )
+
+
+#: Of JAX's tests, those that compile little.
+_QUICK = ("backend", "components", "loops", "matrices", "quantized")
 
 
 def _jax_backend(stem: str) -> tuple[Stage, ...]:
-    about = _ABOUT_BACKEND.get(("jax", stem))
-    quick = (f"tests/jax/test_{about}.py",) if about else ()
-    return (*((quick,) if quick else ()), (_CONFORMANCE, *_JAX), ("tests/jax",))
+    return (
+        *_about_backend("jax", stem, _JAX),
+        tuple(f"tests/jax/test_{name}.py" for name in _QUICK),
+        tuple(f"tests/jax/test_{name}.py" for name in ("whole_model", "programs", "bridge")),
+    )
 
 
 SUITES = (
