@@ -15,7 +15,7 @@ from mesp_core.callbacks import TrainingCallback
 from mesp_core.decoder import evaluate
 from mesp_core.errors import MespError, NonFiniteError
 from mesp_core.footprint import FootprintMeter
-from mesp_core.methods import loss_and_gradients
+from mesp_core.methods import EPSILON, loss_and_gradients
 from mesp_core.model import Model
 from mesp_core.optimizers import Optimizer, clip_gradients, first_not_finite
 from mesp_core.schedule import Schedule
@@ -30,13 +30,16 @@ class TrainingOptions:
     """iterations: batches to train on, counted on from ``start``. accumulation: batches that
     share one update; the last update takes what is left. apply: ``step`` holds a step's gradients
     and updates all parameters or none, ``block`` updates each block as soon as its gradients are
-    there and drops them. max_norm: clip gradients to this global norm. report_every, eval_every,
-    save_every: iterations between reports, validations on the way, checkpoints; 0 for none."""
+    there and drops them. method, head, epsilon: as in ``loss_and_gradients``. max_norm: clip
+    gradients to this global norm. report_every, eval_every, save_every: iterations between reports,
+    validations on the way, checkpoints; 0 for none."""
 
     iterations: int
     accumulation: int = 1
     apply: str = "step"
     method: str = "mesp"
+    head: str | None = None
+    epsilon: float = EPSILON
     max_norm: float | None = None
     start: int = 0
     report_every: int = 10
@@ -130,6 +133,11 @@ class Trainer:
         self._callback = callback or TrainingCallback()
         self._save = save
         self._stop = stop
+        self._method: dict[str, Any] = {
+            "method": options.method,
+            "head": options.head,
+            "epsilon": options.epsilon,
+        }
         self._tally = _Tally()
         self._meter = FootprintMeter()
 
@@ -255,9 +263,7 @@ class Trainer:
         for batch in window:
             if not batch.target_count:
                 continue
-            result = loss_and_gradients(
-                self.model, batch, method=self.options.method, normalizer=weight
-            )
+            result = loss_and_gradients(self.model, batch, normalizer=weight, **self._method)
             loss += result.loss
             tokens += result.tokens
             if not gradients:
@@ -292,7 +298,7 @@ class Trainer:
                     "go on from the last checkpoint, with apply step or a lower learning rate"
                 )
 
-        result = loss_and_gradients(self.model, batch, method=self.options.method, on_block=update)
+        result = loss_and_gradients(self.model, batch, on_block=update, **self._method)
         if bad is not None:
             message = f"the gradient of {bad} is not finite: no update"
             return _Outcome(result.loss, result.tokens, "not_finite", message)

@@ -94,6 +94,8 @@ def _plan(options: argparse.Namespace, start: int) -> TrainingOptions:
         accumulation=options.grad_accumulation_steps,
         apply=options.apply,
         method=options.method,
+        head=options.head,
+        epsilon=options.mezo_epsilon,
         max_norm=options.grad_clip,
         start=start,
         report_every=options.steps_per_report,

@@ -16,6 +16,7 @@ from mesp_core.data import Batches, Corpus, load_corpus
 from mesp_core.errors import MespError
 from mesp_core.files.tokenizer import Tokenizer
 from mesp_core.lora import LoraConfig
+from mesp_core.methods import reason_against
 from mesp_core.model import Model, load_model
 
 _PROMPT_TOKENS = 12
@@ -60,6 +61,9 @@ def open_job(options: argparse.Namespace, folder: Path) -> Job:
         assign(model, tensors, path)
         start = last_iteration([folder, path if path.is_dir() else path.parent])
         say(f"Starting from {path}: its weights, a new optimizer.")
+    reason = reason_against(model.backend, options.method, options.head)
+    if reason is not None:
+        raise MespError(reason)
     tokenizer = model.checkpoint.tokenizer()
     splits = ("train", "valid", "test") if options.test else ("train", "valid")
     corpus = open_corpus(options, model, tokenizer, splits)

@@ -89,6 +89,8 @@ def report(job: Job, summary: Summary) -> dict[str, Any]:
         "model": str(options.model),
         "data": options.data,
         "method": options.method,
+        "head": options.head,
+        "optimizer": options.optimizer,
         "apply": options.apply,
         "dtype": job.model.dtype,
         "rank": lora.rank,

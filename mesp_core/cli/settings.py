@@ -12,7 +12,7 @@ from mesp_core.adapters import FORMATS
 from mesp_core.cli.arguments import DEFAULT_MODEL, add_json_argument, add_model_arguments
 from mesp_core.cli.config_file import Kind, read_config
 from mesp_core.errors import MespError, UnsupportedError
-from mesp_core.methods import METHODS
+from mesp_core.methods import EPSILON, HEADS, METHODS
 from mesp_core.optimizers import SGD, AdamW, Optimizer
 from mesp_core.training import APPLY
 
@@ -50,8 +50,13 @@ _DEFAULTS: Mapping[str, Any] = {
     "test_batches": 500,
     "max_seq_length": 2048,
     "method": "mesp",
+    "head": None,
+    "mezo_epsilon": EPSILON,
     "apply": "step",
 }
+
+#: MeZO is SGD in its paper: on an estimate this noisy, moments follow the noise.
+_OF_METHOD: Mapping[str, Mapping[str, Any]] = {"mezo": {"optimizer": "sgd"}}
 
 #: Without --data: a run on Python's documentation that ends in a few minutes on two cores.
 _SHORT_RUN: Mapping[str, Any] = {
@@ -116,9 +121,24 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--train", action="store_true", default=None, help="train (the default without --test)")
-    add("--method", choices=tuple(METHODS), help="how gradients are obtained (mesp)")
+    add(
+        "--method",
+        choices=tuple(METHODS),
+        help="how gradients are obtained: mesp (the default), mesp-store-h, mebp, autodiff, or "
+        "mezo, an estimate from two forward passes",
+    )
+    add(
+        "--head",
+        choices=HEADS,
+        help="whether the loss works in tiles or makes all logits (dense for mebp and autodiff, "
+        "otherwise tiled)",
+    )
+    add("--mezo-epsilon", type=float, help=f"how far mezo steps ({EPSILON:g})")
     add("--iters", type=int, help="batches to train on (1000; 60 without --data)")
-    add("--optimizer", help="adamw (the default), adam (adamw without weight decay) or sgd")
+    add(
+        "--optimizer",
+        help="adamw (the default), adam (adamw without weight decay) or sgd (the default of mezo)",
+    )
     add(
         "--learning-rate",
         type=float,
@@ -190,7 +210,8 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
         for key, value in read_config(options.config, _kinds()).items():
             values.setdefault(key, value)
     short = {} if "data" in values else _SHORT_RUN
-    values = {"data": None, "json": None, **_DEFAULTS, **short, **values}
+    of_method = _OF_METHOD.get(values.get("method", "mesp"), {})
+    values = {"data": None, "json": None, **_DEFAULTS, **short, **of_method, **values}
     values["lora"] = {key: values.pop(key) for key in _LORA_KEYS if key in values}
     if "alpha" in values["lora"]:
         # Together with a file's scale it can only be a flag, and flags win.
@@ -255,5 +276,7 @@ def _check(options: argparse.Namespace) -> None:
             raise MespError(
                 f"--{flag} must be -1 for all, or at least {least}, not {getattr(options, name)}"
             )
+    if not 0.0 < options.mezo_epsilon < math.inf:
+        raise MespError(f"--mezo-epsilon must be above 0, not {options.mezo_epsilon}")
     if not (math.isfinite(options.learning_rate) and options.learning_rate >= 0.0):
         raise MespError(f"--learning-rate must be 0 or more, not {options.learning_rate}")
