@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from mesp_core.formulas import (
     first_key_tiles,
     rope_tables,
 )
+from mesp_core.formulas.loops import arrays_in
+from mesp_core.numpy_backend import NumpyBackend
 from mesp_reference import block as reference
 from mesp_reference.check.naive import round_to
 from mesp_reference.check.tolerances import BLOCK
@@ -107,6 +109,90 @@ def test_block(subject: Subject, name: str, input_gradient: bool) -> None:
             outputs |= {f"{NAMES[short]}.lora_a": pair.da, f"{NAMES[short]}.lora_b": pair.db}
     wide = [key for key in outputs if key != "out"]
     check(subject, outputs, expected, values, wide=wide, through_narrow=True, table=BLOCK)
+
+
+def _arguments(name: str) -> tuple[Subject, Any, Any, Block, BlockPlan]:
+    """The subject, dout, x, block and plan of a case on NumPy in float64."""
+    case, generator = CASES[name], np.random.default_rng(20)
+    subject = Subject("numpy", "float64")
+    tensors = random_frozen(case.config, generator, biases=case.biases)
+    tensors |= random_lora(case.config, R, generator, case.targets)
+    dout, x = generator.standard_normal((2, N, D))
+    return subject, dout, x, _block(subject, case, tensors), _plan(subject, case)
+
+
+def test_products_that_are_kept_are_those_that_would_be_made_again() -> None:
+    subject, dout, x, block, plan = _arguments("dropout")
+    dx, gradients = subject.run(block_backward, dout, x, block, plan)
+    low_rank: list[bool] = []
+    ops = subject.ops
+
+    def backward(*args: Any, **options: Any) -> Any:
+        low_rank.append(args[1].h is not None)
+        return ops.lora_linear.run_backward(*args, **options)
+
+    component = replace(ops.lora_linear, run_backward=backward)
+    for store_h in (True, False):
+        kept, found = block_backward(
+            dout,
+            x,
+            block,
+            plan,
+            store_h=store_h,
+            ops=ops.with_component(component),
+            backend=subject.backend,
+        )
+        assert low_rank == [store_h] * 4
+        low_rank.clear()
+        np.testing.assert_array_equal(kept, dx)
+        for name, pair in gradients.items():
+            np.testing.assert_array_equal(found[name].da, pair.da)
+            np.testing.assert_array_equal(found[name].db, pair.db)
+
+
+class Staged(NumpyBackend):
+    """Writes down the shapes of what a lazy library would compute, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[tuple[int, ...]]] = []
+
+    def stage(self, *trees: Any) -> None:
+        self.shapes.append([array.shape for array in arrays_in(trees)])
+
+
+def test_a_lazy_library_computes_step_by_step() -> None:
+    """So that it can drop each step's inputs: the order of deaths in docs/block.md."""
+    subject, dout, x, block, plan = _arguments("qwen3")
+    rows, q, k = (N, D), (N, SHAPE["heads"], 8), (N, SHAPE["kv_heads"], 8)
+
+    def pairs(*names: str) -> list[tuple[int, ...]]:
+        weights = (getattr(block, name).weight.shape for name in names)
+        return [shape for out, width in weights for shape in ((width, R), (R, out))]
+
+    backend = Staged()
+    block_forward(x, block, plan, ops=subject.ops, backend=backend)
+    heads = [[rows], [q], [k], [k], [q, k]]
+    assert backend.shapes == [*heads, [q], [rows], [rows]]
+    for input_gradient in (True, False):
+        backend = Staged()
+        block_backward(
+            dout, x, block, plan, input_gradient=input_gradient, ops=subject.ops, backend=backend
+        )
+        summed = [rows] if input_gradient else []
+        assert backend.shapes == [
+            *heads,
+            [q, q[:2]],
+            [rows],
+            [rows, *pairs("gate", "up", "down")],
+            [rows],
+            [q, *pairs("o")],
+            [q, k, k],
+            [(N, q[1] * 8), (N, k[1] * 8), (N, k[1] * 8)],
+            [rows, (N, 1)],
+            *([*summed, *pairs(name)] for name in ("q", "k", "v")),
+            *([summed] if input_gradient else []),
+        ]
 
 
 def _block(subject: Subject, case: Case, values: dict[str, np.ndarray]) -> Block:

@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesp_core.formulas import DenseMatrix
+from mesp_core.formulas.loops import arrays_in
+from mesp_core.head import Head, HeadPlan, head_logits, head_loss
+from mesp_core.numpy_backend import NumpyBackend
 from mesp_reference import cross_entropy as reference_loss
 from mesp_reference import embedding as reference_embedding
+from mesp_reference import rms_norm as reference_norm
+from mesp_reference.check.compare import assert_close
 from mesp_reference.check.naive import round_to
+from mesp_reference.check.tolerances import TOLERANCES
 from mesp_reference.quantization import dequantize, quantize
 from tests.conformance.agreement import check, draw
 from tests.conformance.subjects import Subject
@@ -72,6 +79,50 @@ def test_linear_cross_entropy(
     else:
         with pytest.raises(ValueError, match="gradient=False"):
             subject.ops.linear_cross_entropy.backward(0.6, saved)
+
+
+class Staged(NumpyBackend):
+    """Writes down the shapes of what a lazy library would compute, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[list[tuple[int, ...]]] = []
+
+    def stage(self, *trees: Any) -> None:
+        self.shapes.append([array.shape for array in arrays_in(trees)])
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_head(dtype: str, gradient: bool) -> None:
+    """The last norm, the products and the loss, step by step and in the accumulation dtype."""
+    backend, wide = Staged(), "float64" if dtype == "float64" else "float32"
+    values = draw(20, dtype, x=(N, D), norm=(D,), weight=(V, D))
+    weights = np.linspace(0.5, 1.5, N)
+    head = Head(values["norm"].astype(wide), DenseMatrix(values["weight"].astype(dtype), np))
+    plan = HeadPlan(eps=1e-5, norm_plus_one=True, vocabulary_tile=8, token_tile=4)
+    tools: dict[str, Any] = {"plan": plan, "ops": backend.ops, "backend": backend}
+    x = values["x"].astype(dtype)
+    loss, dx = head_loss(x, head, TARGETS, weights.astype(wide), 3.3, gradient=gradient, **tools)
+    # NumPy's float64 scalar is a Python float, no array.
+    scalar = [] if wide == "float64" else [()]
+    grown = [(N, D)] if gradient else []
+    assert backend.shapes == [[(N, D), (N, 1)], scalar + grown, *([grown] if gradient else [])]
+    backend.shapes.clear()
+    logits = head_logits(x, head, **tools)
+    assert backend.shapes == [[(N, V)]]
+
+    normed, norm = reference_norm.rms_norm_forward(values["x"], 1.0 + values["norm"], 1e-5)
+    expected, saved = reference_loss.linear_cross_entropy_forward(
+        normed, values["weight"], TARGETS, weights, 3.3
+    )
+    assert_close(logits, normed @ values["weight"].T, TOLERANCES[wide], dtype=wide)
+    assert_close(loss, np.array(expected), TOLERANCES[wide], dtype=wide)
+    assert (dx is not None) == gradient
+    if gradient:
+        dnormed, _ = reference_loss.linear_cross_entropy_backward(1.0, saved)
+        true, _ = reference_norm.rms_norm_backward(dnormed, norm)
+        assert_close(dx, true, 4 * TOLERANCES[wide], dtype=wide)
 
 
 def _case(subject: Subject, quantized: bool) -> tuple[dict[str, np.ndarray], Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesp_core.formulas import FrozenMatrix
+from mesp_core.formulas import DenseMatrix, EagerLoops, FrozenMatrix, QuantizedMatrix
 from mesp_core.formulas.frozen_matrix import rows_per_tile, tiled_matmul, tiled_matmul_t
 from mesp_core.formulas.quantization import BITS, GROUPS, unpack
 from mesp_core.host_matrix import HostMatrix, HostRuntime
@@ -104,6 +104,42 @@ def test_products_by_tiles_of_rows(subject: Subject, kind: tuple[int, int] | Non
     dx = tiled_matmul_t(matrix, subject.array(dy), *tools)
     assert_close(subject.numpy(y), x @ weight.T, TOLERANCES[subject.wide], name="x Wᵀ")
     assert_close(subject.numpy(dx), dy @ weight, TOLERANCES[subject.wide], name="dy W")
+
+
+def test_rows_of_a_tile() -> None:
+    """Whole multiples of 128, a million weights or so, and never none."""
+    rows = [rows_per_tile(width) for width in (1, 1000, 8192, 8193, 1 << 21)]
+    assert rows == [1 << 20, 1024, 128, 128, 128]
+    assert [rows_per_tile(4, weights) for weights in (1, 1023, 1024)] == [128, 128, 256]
+    assert rows_per_tile(4, 1023, multiple=10) == 250
+
+
+class CountingLoops(EagerLoops):
+    """Counts the tiles that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles = 0
+
+    def tile(self, a: Any, i: int, size: int, axis: int = 0) -> Any:
+        self.tiles += 1
+        return super().tile(a, i, size, axis)
+
+
+@pytest.mark.parametrize("form", ["float32", "float16", "4bit"])
+@pytest.mark.parametrize("rows", [128, 129])
+def test_a_matrix_is_cut_when_it_is_large_and_has_to_be_converted(rows: int, form: str) -> None:
+    width, loops = 8192, CountingLoops()
+    if form == "4bit":
+        parts = [np.ones((rows, width // group), np.float32) for group in (64, 64)]
+        codes = np.ones((rows, width // 2), np.uint8)
+        matrix: Any = QuantizedMatrix(codes, *parts, 4, 64, np, loops)
+    else:
+        matrix = DenseMatrix(np.ones((rows, width), form), np, loops)
+    for product, size in ((matrix.matmul, width), (matrix.matmul_t, rows)):
+        loops.tiles = 0
+        product(np.ones((1, size), np.float32))
+        assert (loops.tiles > 0) == (rows == 129 and form != "float32")
 
 
 @pytest.mark.parametrize("kind", [None, (2, 32), (8, 64)], ids=name_of)

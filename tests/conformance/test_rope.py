@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,19 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "yarn": YARN,
     "yarn_untruncated": {**YARN, "truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
     "yarn_mscale": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.6},
+    "yarn_one_mscale": {**YARN, "mscale": 1.3},
     "yarn_attention_factor": {**YARN, "attention_factor": 0.8},
+    "yarn_shrunk": {**YARN, "factor": 0.5},
+    "yarn_long": {**YARN, "original_max_position_embeddings": 4096},
+    "yarn_ramp_beyond_the_last": {**YARN, "beta_slow": 1e-9},
+    # Both ends of the ramp at dimension 7.9985: a step, less steep than a jump.
+    "yarn_step": {
+        **YARN,
+        "truncate": False,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 2.0 * math.pi * THETA ** (7.9985 * 2.0 / 64),
+    },
 }
 
 

@@ -16,7 +16,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.mutation import child
@@ -156,9 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--stages", type=int, default=99, help="only so many judges, quick ones")
     parser.add_argument("--again", type=Path, help="only what survived in this earlier output")
     options = parser.parse_args(arguments)
-    todo = list(jobs(options.module))
+    todo = [replace(job, stages=job.stages[: options.stages]) for job in jobs(options.module)]
     if options.again is not None:
         names = survivors_in(options.again)
         todo = [job for job in todo if job.mutant.name in names]

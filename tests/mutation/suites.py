@@ -26,6 +26,8 @@ _JAX = ("--subjects", "jax-jit-float32", "-k", "jax")
 _MEMORY = ("tests/memory/test_nothing_large_is_made.py",)
 _WHOLE = ("tests/oracle/test_whole_model.py", "-k", "numpy_float64")
 
+_METHODS = ("tests/methods/test_exact_methods.py", "tests/training")
+
 #: The file of the matrix that is about a module, where it is not named like it.
 _ABOUT = {
     "activation": "gated_mlp",
@@ -45,6 +47,7 @@ _ABOUT = {
 _ABOUT_BACKEND = {
     "torch": {
         "activations": "conformance/test_gated_mlp",
+        "autodiff": "methods/test_exact_methods",
         "bridge": "torch/test_bridge",
         "decoding": "torch/test_matrices",
         "fast": "conformance/test_lora_linear",
@@ -55,6 +58,7 @@ _ABOUT_BACKEND = {
     },
     "mlx": {
         "activations": "conformance/test_gated_mlp",
+        "autodiff": "methods/test_exact_methods",
         "blas": "mlx/test_backend",
         "bridge": "mlx/test_bridge",
         "fast": "conformance/test_rms_norm",
@@ -64,6 +68,7 @@ _ABOUT_BACKEND = {
         "namespace": "conformance/test_attention",
     },
     "jax": {
+        "autodiff": "methods/test_exact_methods",
         "bridge": "jax/test_bridge",
         "components": "jax/test_components",
         "host_memory": "jax/test_backend",
@@ -99,8 +104,8 @@ def _about_backend(name: str, stem: str, matrix: Stage) -> tuple[Stage, ...]:
     about = _ABOUT_BACKEND[name].get(stem)
     if about is None:
         return ()
-    own = about.startswith(name)
-    return ((f"tests/{about}.py",) if own else (f"tests/{about}.py", *matrix),)
+    about = f"tests/{about}.py"
+    return ((about, *matrix) if about.startswith(_CONFORMANCE) else (about,),)
 
 
 def _eager_backend(name: str, subjects: str) -> Callable[[str], tuple[Stage, ...]]:
@@ -132,7 +137,7 @@ SUITES = (
     Suite("mesp_core/head.py", _core),
     Suite("mesp_core/host_matrix.py", _core),
     Suite("mesp_core/host_words.py", _core),
-    Suite("mesp_core/methods/mesp.py", lambda stem: (_WHOLE, _MEMORY, ("tests/training",))),
+    Suite("mesp_core/methods/checkpointed.py", lambda stem: (_WHOLE, _MEMORY, _METHODS)),
     Suite("backends/mesp_torch/*.py", _eager_backend("torch", "torch")),
     Suite("backends/mesp_mlx/*.py", _eager_backend("mlx", "mlx,mlx-cpu")),
     Suite("backends/mesp_jax/*.py", _jax_backend),
