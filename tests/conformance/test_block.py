@@ -111,19 +111,26 @@ def test_block(subject: Subject, name: str, input_gradient: bool) -> None:
     check(subject, outputs, expected, values, wide=wide, through_narrow=True, table=BLOCK)
 
 
-def _arguments(name: str) -> tuple[Subject, Any, Any, Block, BlockPlan]:
-    """The subject, dout, x, block and plan of a case on NumPy in float64."""
+def _arguments(name: str, dtype: str = "float64") -> tuple[Subject, Any, Any, Block, BlockPlan]:
+    """The subject, dout, x, block and plan of a case on NumPy."""
     case, generator = CASES[name], np.random.default_rng(20)
-    subject = Subject("numpy", "float64")
+    subject = Subject("numpy", dtype)
     tensors = random_frozen(case.config, generator, biases=case.biases)
     tensors |= random_lora(case.config, R, generator, case.targets)
     dout, x = generator.standard_normal((2, N, D))
-    return subject, dout, x, _block(subject, case, tensors), _plan(subject, case)
+    return (
+        subject,
+        dout.astype(subject.wide),
+        x.astype(dtype),
+        _block(subject, case, tensors),
+        _plan(subject, case),
+    )
 
 
 def test_products_that_are_kept_are_those_that_would_be_made_again() -> None:
     subject, dout, x, block, plan = _arguments("dropout")
     dx, gradients = subject.run(block_backward, dout, x, block, plan)
+    assert dx is not None
     low_rank: list[bool] = []
     ops = subject.ops
 
@@ -151,14 +158,26 @@ def test_products_that_are_kept_are_those_that_would_be_made_again() -> None:
 
 
 class Staged(NumpyBackend):
-    """Writes down the shapes of what a lazy library would compute, call by call."""
+    """Writes down the shapes of what a lazy library would compute, call by call, and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[list[tuple[int, ...]]] = []
+        self.dtypes: list[np.dtype] = []
 
     def stage(self, *trees: Any) -> None:
         self.shapes.append([array.shape for array in arrays_in(trees)])
+        self.dtypes += [array.dtype for array in arrays_in(trees)]
+
+
+def test_between_its_ends_a_block_is_wide() -> None:
+    """A 16-bit model rounds once a block."""
+    subject, dout, x, block, plan = _arguments("qwen3", "float16")
+    backend = Staged()
+    out = block_forward(x, block, plan, ops=subject.ops, backend=backend)
+    assert out.dtype == backend.dtypes.pop() == np.float16
+    block_backward(dout, x, block, plan, ops=subject.ops, backend=backend)
+    assert set(backend.dtypes) == {np.dtype(np.float32)}
 
 
 def test_a_lazy_library_computes_step_by_step() -> None:

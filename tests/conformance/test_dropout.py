@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mesp_core.formulas import dropout_key, dropout_multiplier, words_of
-from mesp_core.formulas.dropout import random_words, threefry
+from mesp_core.formulas.dropout import Words, random_words, threefry
 from tests.conformance.masks import POSITION, SEGMENT, Mask
 from tests.conformance.subjects import SUBJECTS, Subject, settings_of
 
@@ -44,6 +45,30 @@ def test_tiles_and_permutations_of_a_mask(subject: Subject) -> None:
     order = np.array([6, 3, 0, 5, 1, 2, 4])
     shuffled = replace(mask, sequence=SEGMENT[order], position=POSITION[order])
     np.testing.assert_array_equal(drawn(subject, shuffled), whole[order])
+
+
+def test_a_word_at_the_threshold_is_kept(subject: Subject) -> None:
+    """And the word one below it is not."""
+    mask = Mask(projection=6)
+    word = int(mask.words(WIDTH)[3, 4])
+    for threshold, kept in ((word, True), (word + 1, False)):
+        made = drawn(subject, replace(mask, rate=threshold / 2**32))
+        assert (made[3, 4] != 0) == kept
+
+
+@pytest.mark.parametrize(("width", "pairs"), [(1, 1), (2, 1), (12, 6), (13, 7)])
+def test_no_more_words_are_drawn_than_there_are_features(width: int, pairs: int) -> None:
+    drawn: list[tuple[int, ...]] = []
+
+    class Watched(Words):
+        def draw(self, key: Any, counter: Any) -> Any:
+            drawn.append(counter[0].shape)
+            return super().draw(key, counter)
+
+    dropout = Mask(projection=1).dropout(Subject("numpy", "float32"))
+    dropout = replace(dropout, words=Watched(np.uint32, False, np))
+    dropout_multiplier(dropout, 2, width, dtype=np.float32, xp=np)
+    assert drawn == [POSITION.shape, (1, pairs)]
 
 
 #: torch's uint32 cannot add, shift or compare.

@@ -34,6 +34,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "yarn_mscale": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.6},
     "yarn_one_mscale": {**YARN, "mscale": 1.3},
     "yarn_attention_factor": {**YARN, "attention_factor": 0.8},
+    "yarn_little": {**YARN, "factor": 1.5},
     "yarn_shrunk": {**YARN, "factor": 0.5},
     "yarn_long": {**YARN, "original_max_position_embeddings": 4096},
     "yarn_ramp_beyond_the_last": {**YARN, "beta_slow": 1e-9},

@@ -172,7 +172,7 @@ def _constants(value: object) -> Iterator[ast.AST]:
 def _calls(node: ast.Call) -> Iterator[ast.AST]:
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name in _DROPPED_CALLS and len(node.args) >= 1:
+    if name in _DROPPED_CALLS and node.args and not isinstance(node.args[0], ast.Starred):
         yield node.args[0]
     if name in _SIBLINGS and isinstance(function, ast.Attribute):
         sibling = ast.Attribute(function.value, _SIBLINGS[name], ast.Load())
