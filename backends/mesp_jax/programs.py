@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from mesp_core.host_memory import return_free_memory
 from mesp_core.operations import Component
-from mesp_jax.host_memory import return_free_memory
 
 
 @dataclass(frozen=True)

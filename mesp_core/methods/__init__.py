@@ -5,8 +5,17 @@ from mesp_core.methods.gradients import (
     HEADS,
     METHODS,
     Result,
+    default_head,
     loss_and_gradients,
     reason_against,
 )
 
-__all__ = ["EPSILON", "HEADS", "METHODS", "Result", "loss_and_gradients", "reason_against"]
+__all__ = [
+    "EPSILON",
+    "HEADS",
+    "METHODS",
+    "Result",
+    "default_head",
+    "loss_and_gradients",
+    "reason_against",
+]

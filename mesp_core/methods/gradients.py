@@ -119,11 +119,16 @@ def reason_against(backend: Backend, method: str, head: str | None = None) -> st
     return None
 
 
+def default_head(method: str) -> str:
+    """The head of a method unless another is asked for: what its users would have."""
+    return "dense" if method in _DIFFERENTIATED else "tiled"
+
+
 def _stages(backend: Backend, method: str, head: str | None) -> Stages:
     """What a pass of the method runs."""
     if method not in METHODS:
         raise MespError(f"unknown method {method!r}; choose from {', '.join(METHODS)}")
-    head = head or ("dense" if method in _DIFFERENTIATED else "tiled")
+    head = head or default_head(method)
     if head not in HEADS:
         raise MespError(f"unknown head {head!r}; choose from {', '.join(HEADS)}")
     stages = MESP
