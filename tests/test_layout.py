@@ -54,6 +54,8 @@ def allowed_imports(module: str, dependencies: set[str]) -> set[str]:
     array_api = {"array_api_compat", "array_api_extra"}
     if _within(module, "mesp_core.formulas"):
         return array_api | {"mesp_core.formulas"}
+    if module.startswith("mesp_core.compare.plot"):
+        return dependencies | {"mesp_core", "matplotlib", "PIL"}
     if _within(module, "mesp_core"):
         return dependencies | {"mesp_core"}
     if _within(module, "mesp_reference.check"):
@@ -144,6 +146,8 @@ def test_every_module_keeps_to_its_arrows(wheel: Path) -> None:
         ("mesp_core.formulas.rope", "from mesp_core import block", ["mesp_core.block"]),
         ("mesp_core.model", "def f():\n    import mlx.core as mx", ["mlx.core"]),
         ("mesp_core.model", "import importlib as i\ni.import_module('torch')", ["torch"]),
+        ("mesp_core.model", "import matplotlib.figure", ["matplotlib.figure"]),
+        ("mesp_core.compare.plots", "import torch", ["torch"]),
         ("mesp_core.model", "from mesp_mlx import backend", ["mesp_mlx.backend"]),
         ("mesp_core.model", "from mesp_reference import rope", ["mesp_reference.rope"]),
         ("mesp_core.model", "from .batch import Batch", [".batch.Batch"]),
