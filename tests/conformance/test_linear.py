@@ -9,7 +9,9 @@ import pytest
 
 from mesp_core.formulas import DenseMatrix, EagerLoops, FrozenMatrix, QuantizedMatrix
 from mesp_core.formulas.frozen_matrix import rows_per_tile, tiled_matmul, tiled_matmul_t
+from mesp_core.formulas.loops import arrays_in
 from mesp_core.formulas.quantization import BITS, GROUPS, unpack
+from mesp_core.formulas.quantization import dequantize as dequantize_codes
 from mesp_core.host_matrix import HostMatrix, HostRuntime
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_reference import linear as reference
@@ -142,6 +144,43 @@ def test_a_matrix_is_cut_when_it_is_large_and_has_to_be_converted(rows: int, for
         assert (loops.tiles > 0) == (rows == 129 and form != "float32")
 
 
+class SteadyLoops(EagerLoops):
+    """Refuses, as a traced loop does, a carry that changes its shape or dtype."""
+
+    def fold(self, body: Any, carry: Any, lo: int, hi: int) -> Any:
+        def steady(i: int, before: Any) -> Any:
+            after = body(i, before)
+            forms = [[(a.shape, a.dtype) for a in arrays_in(tree)] for tree in (before, after)]
+            assert forms[0] == forms[1]
+            return after
+
+        return super().fold(steady, carry, lo, hi)
+
+
+def test_products_by_tiles_can_be_traced() -> None:
+    matrix = DenseMatrix(np.ones((300, 4), np.float16), np)
+    for product, size in ((tiled_matmul, 4), (tiled_matmul_t, 300)):
+        made = product(matrix, np.ones((2, size), np.float16), np, SteadyLoops(), 1)
+        assert made.dtype == np.float32 and (made == size).all()
+
+
+def test_tiles_are_of_rows_unless_columns_are_asked_for() -> None:
+    a, loops = np.arange(12).reshape(4, 3), EagerLoops()
+    np.testing.assert_array_equal(loops.tile(a, 1, 3), a[3:])
+    np.testing.assert_array_equal(loops.tile(a, 1, 2, 1), a[:, 2:])
+
+
+def test_arrays_in_a_tree() -> None:
+    a, b, c, d = (np.full(size, 1.0) for size in (1, 2, 3, 4))
+    tree = (a, None, 3, 1.5, "x", True, {"k": [b, ()]}, DenseMatrix(c, None, 0), [d])  # type: ignore[arg-type]
+    assert [array.shape for array in arrays_in(tree)] == [(1,), (2,), (3,), (4,)]
+    assert arrays_in(None) == arrays_in(1.5) == arrays_in({}) == []
+    found: list[Any] = []
+    loops = EagerLoops(lambda *arrays: found.append(arrays))
+    loops.fold(lambda i, carry: (a, b), (c, d), 0, 2)
+    assert [[array.shape for array in arrays] for arrays in found] == [[(1,), (2,)]] * 2
+
+
 @pytest.mark.parametrize("kind", [None, (2, 32), (8, 64)], ids=name_of)
 @pytest.mark.parametrize("namespace", ["numpy", "mlx-cpu"])
 def test_host_matrix(namespace: str, kind: tuple[int, int] | None) -> None:
@@ -204,6 +243,21 @@ def test_columns_are_cut_at_groups(subject: Subject) -> None:
     matrix, _ = frozen(subject, (4, 32))
     with pytest.raises(ValueError, match="groups of 32"):
         matrix.tile(0, 31, 1)
+
+
+def test_the_widths_and_groups_are_those_of_mlx() -> None:
+    assert BITS == (2, 3, 4, 5, 6, 8) and GROUPS == (32, 64, 128)
+
+
+@pytest.mark.parametrize("stored", ["float16", "float32", "float64"])
+def test_values_are_computed_in_the_dtype_asked_for(stored: str) -> None:
+    """Whatever the scales and biases are in."""
+    scales, biases = np.ones((2, 3, 1), stored)
+    values = dequantize_codes(
+        np.full((3, 16), 0x21, np.uint8), scales, biases, bits=4, dtype=np.float32, xp=np
+    )
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(values, np.tile([2.0, 3.0], (3, 16)))
 
 
 def test_an_unknown_width_is_refused() -> None:

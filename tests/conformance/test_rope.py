@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesp_core.formulas import rope_frequencies, rope_tables
+from mesp_core.formulas import rope_forward, rope_frequencies, rope_tables
 from mesp_reference import rope as reference
 from mesp_reference.check.compare import assert_close
 from tests.conformance.agreement import check, draw
@@ -90,6 +90,20 @@ def test_rope(subject: Subject, interleaved: bool, partial: float, scaling: str)
     assert saved is None
     dx = rope.backward(subject.array(values["dout"]), saved, *tables, interleaved=interleaved)
     check(subject, {"out": out, "dx": dx}, expected, values)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("heads", "half"), [(6, 3), (3, 4), (1, 1), (12, 5)])
+def test_features_beyond_the_rotated_ones_pass_through(
+    heads: int, half: int, interleaved: bool
+) -> None:
+    """Also where there are as many heads as rotated features, or a third is left over."""
+    x = np.random.default_rng(0).standard_normal((N, heads, E))
+    angle = np.linspace(0.1, 3.0, N * half).reshape(N, half)
+    out, _ = rope_forward(x, np.cos(angle), np.sin(angle), interleaved=interleaved, xp=np)
+    assert out.shape == x.shape
+    np.testing.assert_array_equal(out[:, :, 2 * half :], x[:, :, 2 * half :])
+    assert (out[:, :, : 2 * half] != x[:, :, : 2 * half]).all()
 
 
 @pytest.mark.parametrize("subject", cells("rope_tables"), ids="-".join, indirect=True)

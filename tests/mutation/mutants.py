@@ -128,6 +128,9 @@ def _walk(tree: ast.AST, where: str = "") -> Iterator[tuple[ast.AST, ast.AST, st
                 continue
             if isinstance(node, ast.keyword) and node.arg in _SPARED:
                 continue
+            # What a protocol says is never run.
+            if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+                continue
             inner = where
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 inner = f"{where}.{node.name}".lstrip(".")
