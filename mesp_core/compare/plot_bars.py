@@ -42,7 +42,11 @@ def methods(theme: Theme, rows: Sequence[Row], report: Row) -> Sheet:
     height = top + LINE * len(rows) + (0.36 * len(models) if several else 0.0) + 0.15
     sheet = Sheet(theme, height, title, setting)
     names = [plot_data.series_name(row, members) for members in models.values() for row in members]
-    left, y = 0.25 + max(sheet.width_of(name) for name in names), top
+    widths = [sheet.width_of(name) for name in names]
+    if several:
+        heads = [plot_data.model_name(members[0]) for members in models.values()]
+        widths += [sheet.width_of(head, weight="bold") for head in heads]
+    left, y = MARGIN + 0.1 + max(widths), top
     placed: list[tuple[float, Row, str]] = []
     for members in models.values():
         if several:

@@ -273,11 +273,13 @@ def curves(report: Row) -> list[Curve]:
 
 
 def curve_setting(report: Row) -> Row:
-    """What the curves are of: ``settings.curves`` of the report, else its ``settings``."""
+    """What the curves are of, with the names of a row: ``settings.curves`` of the report, else
+    what the first curve says of itself. The report's other settings may be of other cells."""
     settings = report.get("settings")
-    settings = settings if isinstance(settings, Mapping) else {}
-    own = settings.get("curves")
-    return own if isinstance(own, Mapping) else settings
+    own = settings.get("curves") if isinstance(settings, Mapping) else None
+    if isinstance(own, Mapping):
+        return own
+    return next((curve for _, curve in _curves_of(report)), {})
 
 
 def _curves_of(report: Row) -> list[tuple[str, Row]]:

@@ -60,7 +60,7 @@ def sweep(theme: Theme, rows: Sequence[Row], report: Row, field: str) -> Sheet:
     top = header_height(setting) + 0.3
     step = HIGH + table + 0.45
     sheet = Sheet(theme, top + step * len(panels) - 0.3, f"Peak memory against {words}", setting)
-    left = 0.45 + max(sheet.width_of(line.name) for line in lines)
+    left = 0.45 + max(sheet.width_of(name) for name in (field, *(line.name for line in lines)))
     right = 0.4 + max(sheet.width_of(line.name, weight="bold") for line in lines)
     values = sorted({float(row[field]) for row in rows if number(row.get(field)) is not None})
     for figure, lines in panels.items():

@@ -131,7 +131,7 @@ class Sheet:
         from matplotlib.figure import Figure
 
         # Whole pixels at 96 and at 150 an inch: a row half covered is a line at the bottom edge.
-        self.height = math.ceil(self.height * 6 - 0.5) / 6
+        self.height = math.ceil(self.height * 6 - 1e-6) / 6
         self.figure = Figure(figsize=(WIDTH, self.height), facecolor=self.theme.page)
         FigureCanvasAgg(self.figure)
         self.text(MARGIN, 0.17, self.title, size=12.5, weight="bold", va="top")

@@ -27,19 +27,21 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One method: ``peak`` is (seconds, bytes) of its highest sample."""
+    """One method: ``highest`` is (seconds, bytes) of its highest sample, ``peak`` the row's own
+    figure, which the samples can miss."""
 
     name: str
     method: str
     line: Timeline
-    peak: tuple[float, float]
+    highest: tuple[float, float]
+    peak: float
 
 
 def timelines(theme: Theme, rows: Sequence[Row], report: Row) -> Sheet:
     """Memory against time inside one step. In every panel after the first a line shows the peak
     of the first one's method, for panels may have axes of their own."""
     panels = _panels(rows)
-    peaks = [panel.peak[1] for panel in panels]
+    peaks = [panel.peak for panel in panels]
     shared = max(peaks) <= SHARED_RANGE * min(peaks)
     measures = {MEASURES.get(str(panel.line.measure), "memory as sampled") for panel in panels}
     words = [plot_data.setting_words(rows[0], report), *sorted(measures)]
@@ -52,16 +54,16 @@ def timelines(theme: Theme, rows: Sequence[Row], report: Row) -> Sheet:
     sheet = Sheet(theme, height, "Memory inside one step", setting)
     sheet.text(LEFT - 0.08, top - 0.11, "MB", colour=theme.muted, ha="right")
     names = [sheet.width_of(panel.name, weight="bold") for panel in panels]
-    across = WIDTH - LEFT - 0.3 - max(*names, sheet.width_of("peak 1,000 MB"))
+    across = WIDTH - LEFT - 0.3 - max(*names, sheet.width_of("sampled 1,000 MB"))
     end = max(panel.line.points[-1][0] for panel in panels)
     for index, panel in enumerate(panels):
         place = top + index * (HIGH + BETWEEN)
         axes = sheet.axes(LEFT, place, across, HIGH)
         axes.set_xlim(0, end)
-        axes.set_ylim(0, (max(peaks) if shared else panel.peak[1]) / 1e6 * 1.1 or 1)
+        axes.set_ylim(0, (max(peaks) if shared else panel.peak) / 1e6 * 1.1 or 1)
         axes.tick_params(axis="x", pad=7, labelbottom=index == len(panels) - 1)
         if index:
-            level = panels[0].peak[1] / 1e6
+            level = panels[0].peak / 1e6
             axes.axhline(level, color=theme.colour(panels[0].method), linestyle=(0, (5, 2)), lw=1)
         _paint(sheet, axes, panel)
         _phases(sheet, panel, place, across / end)
@@ -77,8 +79,9 @@ def _panels(rows: Sequence[Row]) -> list[Panel]:
     for row in plot_data.in_order(rows):
         line, name = plot_data.timeline(row), plot_data.series_name(row, rows)
         if line is not None:
-            peak = max(line.points, key=lambda point: point[1])
-            found.setdefault(name, Panel(name, str(row.get("method")), line, peak))
+            highest = max(line.points, key=lambda point: point[1])
+            peak = max(plot_data.number(row.get(str(line.measure))) or 0.0, highest[1])
+            found.setdefault(name, Panel(name, str(row.get("method")), line, highest, peak))
     return list(found.values())
 
 
@@ -91,7 +94,7 @@ def _paint(sheet: Sheet, axes: Axes, panel: Panel) -> None:
     corners = [seconds[-1], seconds[0]], [0.0, 0.0]
     axes.fill(seconds + corners[0], sizes + corners[1], color=colour, alpha=0.18, linewidth=0)
     axes.plot(seconds, sizes, color=colour, linewidth=1.3, gid=identifier("timeline", panel.name))
-    moment, size = panel.peak
+    moment, size = panel.highest
     how = {"color": colour, "markersize": 5, "clip_on": False}
     axes.plot([moment], [size / 1e6], "o", gid=identifier("peak", panel.name), **how)
     axes.grid(axis="y", color=sheet.theme.grid, linewidth=0.7)
@@ -122,5 +125,9 @@ def _phases(sheet: Sheet, panel: Panel, top: float, second: float) -> None:
 def _words(sheet: Sheet, panel: Panel, place: float, top: float) -> None:
     colour = sheet.theme.colour(panel.method)
     sheet.text(place, top + 0.4, panel.name, colour=colour, weight="bold")
-    words = f"peak {megabytes(panel.peak[1])}\nat {plot_data.seconds(panel.peak[0])}"
-    sheet.text(place, top + 0.75, words, linespacing=1.3)
+    moment, size = panel.highest
+    words, sampled = f"peak {megabytes(panel.peak)}", megabytes(size)
+    if sampled not in words:
+        words += f"\nsampled {sampled}"
+    words += f"\nat {plot_data.seconds(moment)}"
+    sheet.text(place, top + 0.52, words, linespacing=1.3, va="top")

@@ -67,6 +67,18 @@ def test_phases_end_where_the_next_begins_and_time_starts_at_the_first() -> None
     assert line.phases == ((0.0, 1.75, "forward"), (1.75, 2.25, "head"))
 
 
+def test_curves_are_never_given_the_setting_of_something_else() -> None:
+    own = {"model": "a", "tokens": 64}
+    curve = {"step": [1, 2], "loss": [3.0, 2.0]}
+    settings = {"model": "b", "tokens": "128,256"}
+    told = {"curves": {"mesp": curve}, "settings": settings | {"curves": own}}
+    assert plot_data.curve_setting(told) == own
+    of_itself = {"curves": {"mesp": curve | own}, "settings": settings}
+    assert plot_data.setting_words(plot_data.curve_setting(of_itself), {}) == "a, 64 tokens"
+    silent = {"curves": {"mesp": curve}, "settings": settings}
+    assert plot_data.setting_words(plot_data.curve_setting(silent), {}) == ""
+
+
 @pytest.mark.parametrize("made", [None, {}, {"seconds": [1], "bytes": [2]}], ids=str)
 def test_a_row_without_samples_has_no_timeline(made: object) -> None:
     assert plot_data.timeline({"timeline": made}) is None

@@ -210,8 +210,15 @@ def test_a_timeline_shows_the_phases_and_the_peak(drawn: Path) -> None:
     assert "every panel has its own scale, dashed: peak of mesp" in " ".join(words)
 
 
+def test_a_peak_that_the_samples_missed_is_told(tmp_path: Path) -> None:
+    rows = [row("mesp", 1, 25, timeline=timeline(20, 2.0, 0.1))]
+    draw(report(rows), tmp_path)
+    words = "\n".join(words_of((tmp_path / "timeline.svg").read_text("utf-8")))
+    assert "peak 25.0 MB\nsampled 20.0 MB\nat 1.20 s" in words
+
+
 def test_timelines_of_like_size_share_a_scale() -> None:
-    rows = [row(m, 1, 1, timeline=timeline(p, 2.0, 0.1)) for m, p in (("mesp", 20), ("mebp", 60))]
+    rows = [row(m, 1, p, timeline=timeline(p, 2.0, 0.1)) for m, p in (("mesp", 20), ("mebp", 60))]
     (picture,) = [p for p in pictures(report(rows)) if p.name == "timeline"]
     with default_style():
         sheet = picture.paint(DARK)
