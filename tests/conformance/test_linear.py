@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,15 +118,15 @@ def test_rows_of_a_tile() -> None:
 
 
 class CountingLoops(EagerLoops):
-    """Counts the tiles that are cut."""
+    """Counts the turns of every loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tiles = 0
+        self.turns = 0
 
-    def tile(self, a: Any, i: int, size: int, axis: int = 0) -> Any:
-        self.tiles += 1
-        return super().tile(a, i, size, axis)
+    def fold(self, body: Any, carry: Any, lo: int, hi: int) -> Any:
+        self.turns += hi - lo
+        return super().fold(body, carry, lo, hi)
 
 
 @pytest.mark.parametrize("form", ["float32", "float16", "4bit"])
@@ -139,9 +140,24 @@ def test_a_matrix_is_cut_when_it_is_large_and_has_to_be_converted(rows: int, for
     else:
         matrix = DenseMatrix(np.ones((rows, width), form), np, loops)
     for product, size in ((matrix.matmul, width), (matrix.matmul_t, rows)):
-        loops.tiles = 0
+        loops.turns = 0
         product(np.ones((1, size), np.float32))
-        assert (loops.tiles > 0) == (rows == 129 and form != "float32")
+        assert loops.turns == (2 if rows == 129 and form != "float32" else 0)
+
+
+@pytest.mark.parametrize(("rows", "width", "turns"), [(128, 5, 0), (129, 5, 2), (128, 300, 0)])
+def test_a_matrix_in_host_memory_is_cut_when_it_is_large(rows: int, width: int, turns: int) -> None:
+    def new_buffer(shape: tuple[int, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        buffer = np.empty(shape, dtype)
+        return buffer, buffer
+
+    loops = CountingLoops()
+    stored = StoredMatrix(values=np.ones((rows, width), np.float32))
+    matrix = HostMatrix(stored, np.float32, HostRuntime(np, loops, new_buffer, 1))
+    for product, size in ((matrix.matmul, width), (matrix.matmul_t, rows)):
+        loops.turns = 0
+        assert (product(np.ones((1, size), np.float32)) == size).all()
+        assert loops.turns == turns
 
 
 class SteadyLoops(EagerLoops):
@@ -202,11 +218,14 @@ def test_host_matrix(namespace: str, kind: tuple[int, int] | None) -> None:
 
     runtime = HostRuntime(subject.xp, subject.loops, new_buffer, 1)
     host = HostMatrix(stored, np.float32, runtime)
+    at_once = HostMatrix(stored, np.float32, replace(runtime, tile_weights=1 << 20))
     x, dy = draw(6, "float32", x=(N, weight.shape[1]), dy=(N, out)).values()
     columns = 7 if kind is None else kind[1]
     cases = {
         "x Wᵀ": (host.matmul(subject.array(x)), x @ weight.T),
         "dy W": (host.matmul_t(subject.array(dy)), dy @ weight),
+        "x Wᵀ at once": (at_once.matmul(subject.array(x)), x @ weight.T),
+        "dy W at once": (at_once.matmul_t(subject.array(dy)), dy @ weight),
         "rows": (host.tile(2, 128, 0).matmul(subject.array(x)), x @ weight[256:].T),
         "columns": (
             host.tile(2, columns, 1).matmul_t(subject.array(dy)),
