@@ -30,8 +30,10 @@ class Autodiff(ABC):
         function: Callable[..., Array],
         inputs: Sequence[Array],
         cotangent: Callable[[Array], Array],
-    ) -> list[Array]:
-        """∂⟨function(*inputs), dout⟩ / ∂input for each input, with dout = cotangent(the value)."""
+    ) -> tuple[Array, list[Array]]:
+        """(value, gradients): function(*inputs), and ∂⟨value, dout⟩ / ∂input for each input, with
+        dout = cotangent(value). A lazy framework may evaluate the value anew when the cotangent
+        looks at more than its shape."""
 
     @abstractmethod
     def frozen_linear(self, x: Array, weight: FrozenMatrix) -> Array:

@@ -73,7 +73,7 @@ def plain_block_backward(
         start, changed = (given[0], given[1:]) if input_gradient else (x, given)
         return autodiff.block(start, with_lora_factors(block, changed), plan)
 
-    found = autodiff.gradients(function, inputs, lambda out: dout)
+    _, found = autodiff.gradients(function, inputs, lambda out: dout)
     backend.stage(found)
     dx = found.pop(0) if input_gradient else None
     return dx, lora_gradients(block, found)
@@ -84,22 +84,18 @@ def plain_head_loss(
     *, plan: HeadPlan, gradient: bool, ops: Any, backend: Any,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """As ``head_loss``, by the framework's autodiff on the logits [N, V]."""
-    autodiff, value = backend.autodiff(), []
+    autodiff = backend.autodiff()
 
     def function(x: Array) -> Array:
         return autodiff.head_loss(x, head, targets, weights, normalizer, plan)
-
-    def one(loss: Array) -> Array:
-        value.append(loss)
-        return backend.xp.ones_like(loss)
 
     if not gradient:
         loss = function(x)
         backend.stage(loss)
         return loss, None
-    dx = autodiff.gradients(function, [x], one)[0]
-    backend.stage(value[0], dx)
-    return value[0], dx
+    loss, (dx,) = autodiff.gradients(function, [x], backend.xp.ones_like)
+    backend.stage(loss, dx)
+    return loss, dx
 
 
 def plain_head(

@@ -35,9 +35,9 @@ class JaxAutodiff(Autodiff):
         function: Callable[..., jax.Array],
         inputs: Sequence[jax.Array],
         cotangent: Callable[[jax.Array], jax.Array],
-    ) -> list[jax.Array]:
+    ) -> tuple[jax.Array, list[jax.Array]]:
         out, pull_back = jax.vjp(function, *inputs)
-        return list(pull_back(cotangent(out).astype(out.dtype)))
+        return out, list(pull_back(cotangent(out).astype(out.dtype)))
 
     def block(self, x: jax.Array, block: Block, plan: BlockPlan) -> jax.Array:
         (block, plan), _ = load_streamed((block, plan))

@@ -12,52 +12,45 @@ from mlx.nn import losses
 from mesp_core.autodiff import Autodiff
 from mesp_core.block import BlockPlan
 from mesp_core.formulas.dropout import Dropout, dropout_multiplier
-from mesp_core.formulas.frozen_matrix import FrozenMatrix
+from mesp_core.formulas.frozen_matrix import FrozenMatrix, rows_per_tile
+from mesp_core.formulas.loops import tile_count
 from mesp_core.formulas.lora_linear import Projection
 from mesp_core.formulas.rope import rope_forward
+from mesp_core.host_matrix import HostMatrix
+from mesp_mlx.matrices import NativeDense, NativeQuantized, load_native, wide
 
 
 class MlxAutodiff(Autodiff):
-    """native: frozen products are MLX's own, lazy and differentiated by it. Otherwise they are
-    computed at once on the host, as nodes whose derivative is the product with Wᵀ.
-
-    What MLX evaluates inside a transformation stays until its end. So on a host the linear layer
-    is one node, which keeps x and h = xA, as autodiff would; as several nodes it would keep three
-    more arrays of the size of its output, which no derivative needs.
+    """Everything is lazy, so that an array lives from its first to its last use, as in any MLX
+    program. native: frozen products are MLX's own. Otherwise, on a CPU, where its quantised product
+    is slow, they are products with dequantised tiles, which the backward pass makes anew. (The host
+    products of MeSP would have to evaluate inside the transformation, and MLX keeps what is
+    evaluated there until its end.)
     """
 
-    def __init__(self, xp: Any, *, native: bool) -> None:
+    def __init__(self, xp: Any, *, native: bool, tile_weights: int) -> None:
         self._xp = xp
         self._native = native
+        self._tile_weights = tile_weights
 
     def gradients(
         self,
         function: Callable[..., mx.array],
         inputs: Sequence[mx.array],
         cotangent: Callable[[mx.array], mx.array],
-    ) -> list[mx.array]:
-        def product(*given: mx.array) -> mx.array:
-            out = function(*given)
-            dout = mx.stop_gradient(cotangent(mx.stop_gradient(out)))
-            return mx.sum(out * dout.astype(out.dtype))
-
-        _, gradients = mx.vjp(product, list(inputs), [mx.array(1.0)])
-        return list(gradients)
+    ) -> tuple[mx.array, list[mx.array]]:
+        # Nothing may be evaluated inside of mx.vjp, so the cotangent gets a value from outside.
+        value = function(*inputs)
+        dout = cotangent(value).astype(value.dtype)
+        del value
+        values, gradients = mx.vjp(function, list(inputs), [dout])
+        return values[0], list(gradients)
 
     def frozen_linear(self, x: mx.array, weight: FrozenMatrix) -> mx.array:
         if self._native:
             return weight.matmul(x)
-
-        @mx.custom_function
-        def node(x: mx.array) -> mx.array:
-            return weight.matmul(x)
-
-        @node.vjp
-        def node_vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
-            return weight.matmul_t(dy).astype(x.dtype)
-
-        y: Any = node(x)
-        return y
+        assert isinstance(weight, HostMatrix)
+        return _tiled_product(load_native(weight.stored), self._tile_weights)(x)
 
     def rms_norm(self, x: mx.array, weight: mx.array, *, eps: float, plus_one: bool) -> mx.array:
         gain = 1.0 + weight if plus_one else weight
@@ -77,21 +70,15 @@ class MlxAutodiff(Autodiff):
         return o[0].swapaxes(0, 1)
 
     def lora_linear(self, x: mx.array, projection: Projection, dropout: Dropout | None) -> mx.array:
-        mask = None
-        if dropout is not None:
-            mask = dropout_multiplier(dropout, 0, x.shape[1], dtype=x.dtype, xp=self._xp)
-        if self._native or projection.lora_a is None:
-            return self._linear(x, projection, mask)
-        return _node(projection, mask)(x, projection.lora_a, projection.lora_b)[0]
-
-    def _linear(self, x: mx.array, projection: Projection, mask: mx.array | None) -> mx.array:
         y = self.frozen_linear(x, projection.weight).astype(x.dtype)
         if projection.bias is not None:
             y = y + projection.bias.astype(x.dtype)
         if projection.lora_a is None or projection.lora_b is None:
             return y
-        low = (x if mask is None else x * mask) @ projection.lora_a.astype(x.dtype)
-        return y + projection.scale * (low @ projection.lora_b.astype(x.dtype))
+        if dropout is not None:
+            x = x * dropout_multiplier(dropout, 0, x.shape[1], dtype=x.dtype, xp=self._xp)
+        low = x @ projection.lora_a.astype(x.dtype)
+        return mx.addmm(y, low, projection.lora_b.astype(x.dtype), alpha=projection.scale)
 
     def activation(self, gate: mx.array, kind: str) -> mx.array:
         return nn.silu(gate) if kind == "silu" else nn.gelu_approx(gate)
@@ -100,36 +87,26 @@ class MlxAutodiff(Autodiff):
         return (losses.cross_entropy(logits, targets) * weights).sum()
 
 
-def _node(projection: Projection, mask: mx.array | None) -> Any:
-    """The linear layer with its adapter: (x, A, B) -> [y, h], h as an output that nothing else
-    reads, so that the derivative finds it."""
-    weight, scale = projection.weight, projection.scale
+def _tiled_product(matrix: NativeDense | NativeQuantized, tile_weights: int) -> Any:
+    """x -> x Wᵀ, lazily, W dense a tile of rows at a time."""
+    rows, width = matrix.shape
+    size = rows_per_tile(width, tile_weights)
+    tiles = range(tile_count(rows, size))
+
+    def dense(i: int, dtype: Any) -> mx.array:
+        return matrix.tile(i, size, 0).dense().astype(dtype)
 
     @mx.custom_function
-    def node(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
-        y = weight.matmul(x).astype(x.dtype)
-        if projection.bias is not None:
-            y = y + projection.bias.astype(x.dtype)
-        h = (x if mask is None else x * mask) @ a.astype(x.dtype)
-        y = mx.addmm(y, h, b.astype(x.dtype), alpha=scale)
-        mx.eval(y, h)
-        return [y, h]
+    def product(x: mx.array) -> mx.array:
+        x = wide(x)
+        return mx.concatenate([x @ dense(i, x.dtype).T for i in tiles], axis=1)
 
-    @node.vjp
-    def node_vjp(
-        inputs: tuple[mx.array, ...], cotangents: list[mx.array], outputs: list[mx.array]
-    ) -> list[mx.array]:
-        x, a, b = inputs
-        dy, h = cotangents[0], outputs[1]
-        t = scale * (dy @ b.astype(dy.dtype).T)
-        through = t @ a.astype(dy.dtype).T
-        dropped = x if mask is None else x * mask
-        dx = weight.matmul_t(dy).astype(x.dtype) + (through if mask is None else through * mask)
-        da, db = dropped.T @ t, scale * (h.T @ dy)
-        mx.eval(dx, da, db)
-        return [dx, da.astype(a.dtype), db.astype(b.dtype)]
+    @product.vjp
+    def product_vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+        parts = [dy[:, i * size : (i + 1) * size] @ dense(i, dy.dtype) for i in tiles]
+        return sum(parts[1:], parts[0]).astype(x.dtype)
 
-    return node
+    return product
 
 
 def _capped(

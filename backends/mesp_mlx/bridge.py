@@ -11,6 +11,7 @@ from mesp_core.bridge_kernels import Kernel
 from mesp_core.errors import MespError
 from mesp_core.operations import refuse_foreign
 from mesp_mlx.mlx_backend import MlxBackend
+from mesp_mlx.untraced import untraced, untraced_where
 
 
 def apply(kernel: Kernel, *inputs: mx.array) -> mx.array:
@@ -38,19 +39,23 @@ def _backend() -> MlxBackend:
 
 def _node(kernel: Kernel) -> Any:
     """MLX shows a vjp the primals, cotangents and outputs only, so what is saved is returned as
-    further outputs, whose cotangents nothing reads."""
+    further outputs, whose cotangents nothing reads. Frozen inputs are not copied: in ordinary code
+    nothing differentiates them."""
     backend = _backend()
 
     @mx.custom_function
     def node(*inputs: mx.array) -> list[mx.array]:
-        out, saved = kernel.forward(backend, *inputs, gradient=True)
+        plain = untraced_where(inputs, kernel.differentiable)
+        out, saved = kernel.forward(backend, *plain, gradient=True)
         return [out, *saved]
 
     @node.vjp
     def node_vjp(
         inputs: tuple[mx.array, ...], cotangents: list[mx.array], outputs: list[mx.array]
     ) -> list[mx.array]:
-        gradients = kernel.backward(backend, cotangents[0], tuple(outputs[1:]), *inputs)
+        dout, *saved = (untraced(array) for array in (cotangents[0], *outputs[1:]))
+        plain = untraced_where(inputs, kernel.differentiable)
+        gradients = kernel.backward(backend, dout, tuple(saved), *plain)
         return [
             mx.zeros_like(array) if gradient is None else gradient
             for array, gradient in zip(inputs, gradients, strict=True)

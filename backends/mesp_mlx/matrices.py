@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -61,12 +60,16 @@ class NativeDense:
         return self.values.shape[0], self.values.shape[1]
 
     def matmul(self, x: mx.array) -> mx.array:
-        x = _wide(x)
+        x = wide(x)
         return x @ self.values.astype(x.dtype).T
 
     def matmul_t(self, dy: mx.array) -> mx.array:
-        dy = _wide(dy)
+        dy = wide(dy)
         return dy @ self.values.astype(dy.dtype)
+
+    def dense(self) -> mx.array:
+        """The values, as they are stored. (Of a tile: never of a large matrix.)"""
+        return self.values
 
     def tile(self, i: int, size: int, axis: int) -> NativeDense:
         return NativeDense(_cut(self.values, i, size, axis))
@@ -110,6 +113,10 @@ class NativeQuantized:
             bits=self.bits,
         )
 
+    def dense(self) -> mx.array:
+        """The values in float32. (Of a tile: never of a large matrix.)"""
+        return self._dequantize([self.words, self.scales, self.biases])
+
     def tile(self, i: int, size: int, axis: int) -> NativeQuantized:
         words = size if axis == 0 else size * self.bits // 32
         groups = size if axis == 0 else size // self.group
@@ -122,14 +129,17 @@ class NativeQuantized:
         )
 
     def take(self, rows: mx.array) -> mx.array:
-        picked: list[Any] = [
-            mx.take(a, rows, axis=0) for a in (self.words, self.scales, self.biases)
-        ]
-        picked[1:] = [part.astype(mx.float32) for part in picked[1:]]
-        return mx.dequantize(*picked, group_size=self.group, bits=self.bits)
+        return self._dequantize(
+            [mx.take(a, rows, axis=0) for a in (self.words, self.scales, self.biases)]
+        )
+
+    def _dequantize(self, parts: list[mx.array]) -> mx.array:
+        words, *rest = parts
+        scales, biases = (part.astype(mx.float32) for part in rest)
+        return mx.dequantize(words, scales, biases, group_size=self.group, bits=self.bits)
 
 
-def _wide(x: mx.array) -> mx.array:
+def wide(x: mx.array) -> mx.array:
     """In its accumulation dtype."""
     return x.astype(mx.float32) if x.dtype in (mx.bfloat16, mx.float16) else x
 

@@ -116,7 +116,7 @@ class MlxBackend(Backend):
         return new_buffer(shape, getattr(mx, np.dtype(dtype).name))
 
     def autodiff(self) -> MlxAutodiff:
-        return MlxAutodiff(self.xp, native=self.native)
+        return MlxAutodiff(self.xp, native=self.native, tile_weights=self.tiles.weights)
 
     def stage(self, *trees: Any) -> None:
         evaluate(*trees)

@@ -25,12 +25,13 @@ class TorchAutodiff(Autodiff):
         function: Callable[..., torch.Tensor],
         inputs: Sequence[torch.Tensor],
         cotangent: Callable[[torch.Tensor], torch.Tensor],
-    ) -> list[torch.Tensor]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         leaves = [array.detach().requires_grad_() for array in inputs]
         with torch.enable_grad():
             out = function(*leaves)
-        dout = cotangent(out.detach()).to(out.dtype)
-        return list(torch.autograd.grad(out, leaves, dout))
+        value = out.detach()
+        dout = cotangent(value).to(out.dtype)
+        return value, list(torch.autograd.grad(out, leaves, dout))
 
     def frozen_linear(self, x: torch.Tensor, weight: FrozenMatrix) -> torch.Tensor:
         return _FrozenLinear.apply(x, weight)

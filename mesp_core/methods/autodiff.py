@@ -32,24 +32,26 @@ def autodiff_gradients(request: Request) -> float:
 
     def function(*factors: Array) -> Array:
         out = _outputs(run, x, blocks, factors)
-        request.on_phase("head")
         return out if request.stages.head is head_loss else _dense(run, out, request.normalizer)
 
     def cotangent(value: Array) -> Array:
         """∂loss/∂value: of the last block's output, by the tiled head, or of the loss itself."""
-        if request.stages.head is head_loss:
-            loss, dout = run.loss(value, normalizer=request.normalizer, gradient=True)
-        else:
-            loss, dout = float(value), model.backend.xp.ones_like(value)
+        if request.stages.head is not head_loss:
+            request.on_phase("backward")
+            return model.backend.xp.ones_like(value)
+        request.on_phase("head")
+        loss, dout = run.loss(value, normalizer=request.normalizer, gradient=True)
         losses.append(loss)
         request.on_phase("backward")
         return dout
 
     factors = [factor for block in blocks.values() for factor in lora_factors(block)]
-    found = autodiff.gradients(function, factors, cotangent)
-    model.backend.stage(found)
+    value, found = autodiff.gradients(function, factors, cotangent)
+    model.backend.stage(value, found)
+    loss = losses[0] if losses else float(value)
+    del value
     _hand_on(request, blocks, found)
-    return losses[0]
+    return loss
 
 
 def _outputs(run: Pass, x: Array, blocks: dict[int, Block], factors: Any) -> Array:

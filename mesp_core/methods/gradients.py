@@ -71,7 +71,7 @@ def loss_and_gradients(
         then dropped. A block's parameters may be updated in the call: the gradients of blocks
         below no longer depend on them.
     on_phase: called when a phase begins: ``forward``, ``head``, ``backward``; MeZO's are two of
-        the first two and ``update``.
+        the first two and ``update``. The dense head of ``autodiff`` is no phase of its own.
     normalizer: what the weighted sum is divided by; the batch's sum of weights by default. Give
         the joint sum to accumulate over micro-batches. A batch whose every target is masked
         gives loss 0 and zero gradients.

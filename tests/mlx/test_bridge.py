@@ -202,3 +202,17 @@ def test_what_cannot_run_says_so() -> None:
         mesp_mlx.frozen_linear(x, normal(1, F, D + 1))
     with pytest.raises(MespError, match="multiple of the key heads"):
         mesp_mlx.attention(normal(0, N, 4, E), normal(1, N, 3, E), normal(2, N, 3, E))
+
+
+def test_tiles_do_not_outlive_their_turn_inside_a_transformation() -> None:
+    """All tiles of the scores would be 8 MB forward, and several times that backward; one is 256
+    kB. MLX keeps what is computed from a traced array, so the kernels work on copies."""
+    tokens, heads, width = 1024, 4, 8
+    q, k, v = (normal(seed, tokens, heads, width) for seed in range(3))
+    mx.eval(q, k, v)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    gradients = mx.grad(lambda *a: mesp_mlx.attention(*a).sum(), argnums=(0, 1, 2))(q, k, v)
+    mx.eval(gradients)
+    assert mx.get_peak_memory() - before < 4e6
