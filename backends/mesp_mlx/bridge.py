@@ -11,7 +11,7 @@ from mesp_core.bridge_kernels import Kernel
 from mesp_core.errors import MespError
 from mesp_core.operations import refuse_foreign
 from mesp_mlx.mlx_backend import MlxBackend
-from mesp_mlx.untraced import untraced, untraced_where
+from mesp_mlx.untraced import untraced
 
 
 def apply(kernel: Kernel, *inputs: mx.array) -> mx.array:
@@ -39,13 +39,20 @@ def _backend() -> MlxBackend:
 
 def _node(kernel: Kernel) -> Any:
     """MLX shows a vjp the primals, cotangents and outputs only, so what is saved is returned as
-    further outputs, whose cotangents nothing reads. Frozen inputs are not copied: in ordinary code
-    nothing differentiates them."""
+    further outputs, whose cotangents nothing reads.
+
+    What is computed from a traced array lives until the transformation ends, so the forward pass
+    works on copies (not of frozen inputs, which in ordinary code are not traced). In a vjp MLX
+    keeps everything, copies or not.
+    """
     backend = _backend()
 
     @mx.custom_function
     def node(*inputs: mx.array) -> list[mx.array]:
-        plain = untraced_where(inputs, kernel.differentiable)
+        plain = [
+            untraced(array) if has_gradient else array
+            for array, has_gradient in zip(inputs, kernel.differentiable, strict=True)
+        ]
         out, saved = kernel.forward(backend, *plain, gradient=True)
         return [out, *saved]
 
@@ -53,9 +60,7 @@ def _node(kernel: Kernel) -> Any:
     def node_vjp(
         inputs: tuple[mx.array, ...], cotangents: list[mx.array], outputs: list[mx.array]
     ) -> list[mx.array]:
-        dout, *saved = (untraced(array) for array in (cotangents[0], *outputs[1:]))
-        plain = untraced_where(inputs, kernel.differentiable)
-        gradients = kernel.backward(backend, dout, tuple(saved), *plain)
+        gradients = kernel.backward(backend, cotangents[0], tuple(outputs[1:]), *inputs)
         return [
             mx.zeros_like(array) if gradient is None else gradient
             for array, gradient in zip(inputs, gradients, strict=True)

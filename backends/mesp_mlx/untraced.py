@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
@@ -11,9 +9,9 @@ import numpy as np
 def untraced(array: mx.array) -> mx.array:
     """A copy of ``array`` that MLX does not know to depend on anything.
 
-    Whatever is computed from an input of ``mx.grad`` keeps its own inputs until the transformation
-    ends, evaluated or not, also inside ``mx.custom_function``. A kernel that works in tiles would
-    keep every tile.
+    Whatever is computed from an input of ``mx.grad`` keeps what it was computed from until the
+    transformation ends, evaluated or not, also inside ``mx.custom_function``: a kernel that works
+    in tiles would keep every tile.
     """
     if array.dtype == mx.bfloat16:
         return mx.array(_host(array.view(mx.uint16))).view(mx.bfloat16)
@@ -23,8 +21,3 @@ def untraced(array: mx.array) -> mx.array:
 def _host(array: mx.array) -> np.ndarray:
     mx.eval(array)
     return np.asarray(array)
-
-
-def untraced_where(arrays: Any, chosen: Any) -> list[mx.array]:
-    """The arrays, untraced where ``chosen`` says so."""
-    return [untraced(a) if pick else a for a, pick in zip(arrays, chosen, strict=True)]
