@@ -13,8 +13,9 @@ from jax import lax
 
 import mesp_jax
 from mesp_core import MespError
-from mesp_core.bridge_kernels import Quantized
+from mesp_core.bridge_kernels import Kernel, Quantized
 from mesp_core.formulas import Projection
+from mesp_jax.bridge import apply
 from mesp_reference.check.compare import assert_close
 from mesp_reference.check.tolerances import bound
 from mesp_reference.quantization import dequantize, quantize
@@ -228,3 +229,26 @@ def test_what_cannot_run_says_so() -> None:
         mesp_jax.frozen_linear(x, normal(1, F, D + 1))
     with pytest.raises(MespError, match="multiple of the key heads"):
         mesp_jax.attention(normal(0, N, 4, E), normal(1, N, 3, E), normal(2, N, 3, E))
+
+
+class Doubled(Kernel):
+    """2x, which writes down whether a backward pass was said to follow."""
+
+    differentiable = (True,)
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+
+    def forward(self, backend: Any, *inputs: Any, gradient: bool) -> Any:
+        self.told.append(gradient)
+        return 2.0 * inputs[0], ()
+
+    def backward(self, backend: Any, dout: Any, saved: Any, *inputs: Any) -> Any:
+        return (2.0 * dout,)
+
+
+def test_a_backward_pass_is_prepared_only_where_one_can_follow() -> None:
+    kernel, x = Doubled(), jnp.ones(3)
+    assert apply(kernel, x).tolist() == [2.0] * 3 and kernel.told == [False]
+    gradient = jax.grad(lambda x: apply(kernel, x).sum())(x)
+    assert gradient.tolist() == [2.0] * 3 and kernel.told[1:] == [True]

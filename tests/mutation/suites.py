@@ -105,7 +105,9 @@ def _about_backend(name: str, stem: str, matrix: Stage) -> tuple[Stage, ...]:
     if about is None:
         return ()
     about = f"tests/{about}.py"
-    return ((about, *matrix) if about.startswith(_CONFORMANCE) else (about,),)
+    if about.startswith(_CONFORMANCE):
+        return ((about, *matrix),)
+    return ((about,) if about.startswith(f"tests/{name}") else (about, "-k", name),)
 
 
 def _eager_backend(name: str, subjects: str) -> Callable[[str], tuple[Stage, ...]]:

@@ -18,7 +18,13 @@ from mesp_torch.flash import SCHEMAS, _heads_first, unusable
 from mesp_torch.torch_backend import TorchBackend
 
 SCALE = 0.37
-LENGTHS = {"one": (23,), "ragged": (5, 1, 11, 6), "one_token": (1,), "one_token_each": (1, 1, 1)}
+LENGTHS = {
+    "one": (23,),
+    "two": (9, 4),
+    "ragged": (5, 1, 11, 6),
+    "one_token": (1,),
+    "one_token_each": (1, 1, 1),
+}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -12,9 +12,10 @@ from torch.autograd import gradcheck
 
 import mesp_core as mesp
 import mesp_torch
-from mesp_core.bridge_kernels import Quantized
+from mesp_core.bridge_kernels import Kernel, Quantized
 from mesp_core.formulas.lora_linear import Projection
 from mesp_reference.quantization import quantize
+from mesp_torch.bridge import apply
 
 N, D, F, R, V = 7, 6, 10, 3, 11
 
@@ -228,3 +229,35 @@ def test_autocast_around_a_module_keeps_the_kernels_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = model(x, targets)
     assert torch.equal(plain, inside)
+
+
+class Doubled(Kernel):
+    """2x, which writes down whether a backward pass was said to follow."""
+
+    differentiable = (True,)
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+
+    def forward(self, backend: Any, *inputs: Any, gradient: bool) -> Any:
+        self.told.append(gradient)
+        return 2.0 * inputs[0], ()
+
+    def backward(self, backend: Any, dout: Any, saved: Any, *inputs: Any) -> Any:
+        return (2.0 * dout,)
+
+
+def test_a_backward_pass_is_prepared_only_where_one_can_follow() -> None:
+    kernel, x = Doubled(), torch.ones(3)
+    assert apply(kernel, x).tolist() == [2.0] * 3 and kernel.told == [False]
+    x.requires_grad_()
+    with torch.no_grad():
+        apply(kernel, x)
+    assert kernel.told == [False, False]
+    apply(kernel, x).sum().backward()
+    assert x.grad.tolist() == [2.0] * 3 and kernel.told == [False, False, True]
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    with pytest.raises(mesp.MespError, match="lie on cpu and meta"):
+        mesp_torch.rms_norm(torch.ones(2, 3), torch.ones(3, device="meta"), eps=1e-5)

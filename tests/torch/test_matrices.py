@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,12 @@ import pytest
 import torch
 
 import mesp_core as mesp
+from mesp_core.backend import TileSizes
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_reference.check.compare import assert_close
 from mesp_reference.check.tolerances import TOLERANCES
 from mesp_torch.decoding import TorchHostMatrix, decode, host_tensor
-from mesp_torch.matrices import NativeMatrix, NativeStreamed
+from mesp_torch.matrices import NativeMatrix, NativeStreamed, _product
 from mesp_torch.torch_backend import TorchBackend
 
 OUT, IN = 37, 96
@@ -194,3 +197,39 @@ def test_results_never_share_memory_with_what_made_them() -> None:
         assert torch.equal(tile.matmul(torch.eye(IN)), value)
     for name, value in first.items():
         np.testing.assert_array_equal(value, kept[name])
+
+
+def test_tiles_are_for_large_matrices_that_are_not_in_the_dtype_of_the_product() -> None:
+    how = TorchBackend("cpu", native=True, tiles=TileSizes(weights=1))._how("float32")
+    for rows, large in ((128, False), (129, True)):
+        dense = how.load(StoredMatrix(values=np.ones((rows, 3), np.float32)))
+        assert not dense._needs_tiles(torch.float32)
+        assert dense._needs_tiles(torch.float64) == large
+        codes, scale = np.ones((rows, 1, 16), np.uint8), np.ones((rows, 1), np.float32)
+        packed = how.load(StoredMatrix(codes=codes, scales=scale, biases=scale, bits=4, group=32))
+        assert packed._needs_tiles(torch.float32) == large
+
+
+def test_weights_go_to_the_device() -> None:
+    backend = TorchBackend("cpu", native=True)
+    how = replace(backend._how("float32"), device=torch.device("meta"))
+    assert how.load(StoredMatrix(values=np.ones((2, 3)))).matrix.values.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "by"),
+    [
+        ("cuda", torch.bfloat16, "mm"),
+        ("cuda", torch.float32, "matmul"),
+        ("cpu", torch.bfloat16, "matmul"),
+        ("cpu", torch.float32, "matmul"),
+    ],
+)
+def test_only_cuda_is_asked_for_sums_wider_than_the_factors(
+    device: str, dtype: torch.dtype, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: ("mm", out_dtype))
+    plain = SimpleNamespace(to=lambda result: ("matmul", result))
+    monkeypatch.setattr(torch, "matmul", lambda a, b: plain)
+    factor: Any = SimpleNamespace(dtype=dtype, device=torch.device(device))
+    assert _product(factor, factor, torch.float32) == (by, torch.float32)
