@@ -91,6 +91,42 @@ def test_torch_decodes_what_numpy_does_bit_for_bit(
         np.testing.assert_array_equal(out.numpy(), expected)
 
 
+@pytest.mark.parametrize(
+    ("bits", "ours"), [(0, True), (4, True), (8, True), (3, False), (5, False)]
+)
+def test_what_torch_decodes_and_what_numpy_does(
+    bits: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(StoredMatrix, "decode", lambda self, out: asked.append(self.bits))
+    matrix = stored(f"{bits}-stream-biases-float16" if bits else "float16")
+    decode(matrix, torch.empty(matrix.shape))
+    assert asked == ([] if ours else [bits])
+
+
+@pytest.mark.parametrize(
+    ("width", "chunk", "steps"),
+    [
+        (3, 6, [(0, 2), (2, 4), (4, 5)]),
+        (3, 2, [(row, row + 1) for row in range(5)]),
+        (1, 4, [(0, 4), (4, 5)]),
+    ],
+)
+def test_a_bounded_number_of_weights_is_decoded_at_a_time(
+    width: int, chunk: int, steps: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[int, int]] = []
+
+    def rows(stored: StoredMatrix, part: np.ndarray, lo: int, hi: int) -> np.ndarray:
+        taken.append((lo, hi))
+        return part[lo:hi]
+
+    monkeypatch.setattr("mesp_torch.decoding._rows", rows)
+    monkeypatch.setattr("mesp_torch.decoding._CHUNK_WEIGHTS", chunk)
+    decode(StoredMatrix(values=np.ones((5, width), np.float32)), torch.empty(5, width))
+    assert taken == steps
+
+
 def test_a_view_of_a_file_is_not_copied() -> None:
     values = np.arange(12, dtype=np.uint16).reshape(3, 4)[:, ::2]
     values.setflags(write=False)
