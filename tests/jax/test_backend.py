@@ -16,7 +16,7 @@ from mesp_core import MespError
 from mesp_core.formulas import Dropout, dropout_key, words_of
 from mesp_core.formulas.attention import first_key_tiles
 from mesp_core.formulas.dropout import dropout_multiplier
-from mesp_jax.host_memory import return_free_memory
+from mesp_core.host_memory import return_free_memory
 from mesp_jax.jax_backend import JaxBackend
 
 
