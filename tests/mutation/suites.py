@@ -43,14 +43,14 @@ _ABOUT = {
     "precision": "linear",
 }
 
-#: The file that is about a module of a backend: one of its own tests, or one of the matrix.
+#: The files that are about a module of a backend: of its own tests, or of the matrix.
 _ABOUT_BACKEND = {
     "torch": {
         "activations": "conformance/test_gated_mlp",
         "autodiff": "methods/test_exact_methods",
         "bridge": "torch/test_bridge",
         "decoding": "torch/test_matrices",
-        "fast": "conformance/test_lora_linear",
+        "fast": "conformance/test_rms_norm conformance/test_lora_linear conformance/test_defaults",
         "flash": "torch/test_attention",
         "matrices": "torch/test_matrices",
         "namespace": "conformance/test_attention",
@@ -61,7 +61,7 @@ _ABOUT_BACKEND = {
         "autodiff": "methods/test_exact_methods",
         "blas": "mlx/test_backend",
         "bridge": "mlx/test_bridge",
-        "fast": "conformance/test_rms_norm",
+        "fast": "conformance/test_rms_norm conformance/test_defaults",
         "loops": "conformance/test_attention",
         "matrices": "mlx/test_matrices",
         "mlx_backend": "mlx/test_backend",
@@ -103,10 +103,10 @@ def _about_backend(name: str, stem: str, matrix: Stage) -> tuple[Stage, ...]:
     about = _ABOUT_BACKEND[name].get(stem)
     if about is None:
         return ()
-    about = f"tests/{about}.py"
-    if about.startswith(_CONFORMANCE):
-        return ((about, *matrix),)
-    return ((about,) if about.startswith(f"tests/{name}") else (about, "-k", name),)
+    files = tuple(f"tests/{file}.py" for file in about.split())
+    if files[0].startswith(_CONFORMANCE):
+        return ((*files, *matrix),)
+    return (files if files[0].startswith(f"tests/{name}") else (*files, "-k", name),)
 
 
 def _eager_backend(name: str, subjects: str) -> Callable[[str], tuple[Stage, ...]]:
