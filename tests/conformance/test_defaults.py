@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
+from functools import reduce
 from typing import Any
+
+import pytest
 
 from mesp_core import formulas
 from mesp_core.formulas.activation import FORMULA
@@ -43,3 +47,20 @@ def defaults_of(item: Any) -> dict[str, Any]:
 def test_every_default_of_the_formulas() -> None:
     found = {name: defaults_of(getattr(formulas, name)) for name in formulas.__all__}
     assert {name: values for name, values in found.items() if values} == DEFAULTS
+
+
+#: A backend's own way to a component, and the formula whose options it has.
+SPECIALISATIONS = {
+    "mesp_mlx.fast:rms_norm_forward": "rms_norm_forward",
+    "mesp_torch.fast:rms_norm_forward": "rms_norm_forward",
+    "mesp_torch.fast:rms_norm_backward": "rms_norm_backward",
+    "mesp_torch.fast:LoraLinear.forward": "lora_linear_forward",
+    "mesp_torch.fast:LoraLinear.backward": "lora_linear_backward",
+}
+
+
+@pytest.mark.parametrize("place", SPECIALISATIONS)
+def test_specialisations_have_the_defaults_of_their_formula(place: str) -> None:
+    module, _, path = place.partition(":")
+    item = reduce(getattr, path.split("."), importlib.import_module(module))
+    assert defaults_of(item) == DEFAULTS[SPECIALISATIONS[place]]
