@@ -72,7 +72,8 @@ class LoraLinear:
         y = projection.weight.matmul(x)
         if projection.bias is not None:
             y.add_(projection.bias)
-        if h is not None and projection.lora_b is not None:
+        if h is not None:
+            assert projection.lora_b is not None, "an adapter is a pair"
             y.addmm_(h, projection.lora_b.to(h.dtype), alpha=projection.scale)
         return y.to(x.dtype), LoraLinearSaved(x, h if store_h else None)
 
@@ -87,8 +88,9 @@ class LoraLinear:
     ) -> tuple[torch.Tensor | None, LoraGradients | None]:
         dy = _wide(dy)
         dx = projection.weight.matmul_t(dy) if input_gradient else None
-        if projection.lora_a is None or projection.lora_b is None:
+        if projection.lora_a is None:
             return dx, None
+        assert projection.lora_b is not None, "an adapter is a pair"
         a, b = projection.lora_a.to(dy.dtype), projection.lora_b.to(dy.dtype)
         x, mask = saved.x.to(dy.dtype), None
         if dropout is not None:
