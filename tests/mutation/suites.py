@@ -54,7 +54,7 @@ _ABOUT_BACKEND = {
         "flash": "torch/test_attention",
         "matrices": "torch/test_matrices",
         "namespace": "conformance/test_attention",
-        "torch_backend": "torch/test_backend",
+        "torch_backend": "torch/test_backend torch/test_matrices",
     },
     "mlx": {
         "activations": "conformance/test_gated_mlp",

@@ -203,6 +203,50 @@ def test_memory_and_versions(backend: Backend) -> None:
     assert backend.versions()["torch"] == torch.__version__
 
 
+def packed(bits: int) -> StoredMatrix:
+    codes = np.ones((3, 1, 4 * bits), np.uint8)
+    scales = np.ones((3, 1), np.float32)
+    return StoredMatrix(codes=codes, scales=scales, biases=scales, bits=bits, group=32)
+
+
+def test_weights_a_cpu_multiplies_where_they_lie_and_others() -> None:
+    backend = TorchBackend("cpu", native=False, bf16_products=True)
+    values, order = np.ones((3, 32), np.float32), np.array([2, 0, 1])
+    narrow = StoredMatrix(values=np.ones((3, 32), np.uint16))
+    made = [
+        backend.frozen(StoredMatrix(values=values), "float32", "streamed"),
+        backend.frozen(StoredMatrix(values=values, row_order=order), "float32", "streamed"),
+        backend.frozen(StoredMatrix(values=values), "float64", "streamed"),
+        backend.frozen(packed(4), "float32", "streamed"),
+        backend.frozen(narrow, "bfloat16", "streamed"),
+        backend.frozen(narrow, "float32", "streamed"),
+    ]
+    kinds = [type(matrix).__name__ for matrix in made]
+    host, native = "TorchHostMatrix", "NativeMatrix"
+    assert kinds == [native, host, host, host, native, host]
+    told = {row.component: row for row in backend.explain()}["frozen_linear"].reason
+    for what in (
+        "4-bit ones decoded to float32 by tile",
+        "bfloat16 ones decoded to float32",
+        "float32 ones decoded to float64 by tile",
+        "float32 ones multiplied where they lie",
+        "bfloat16 ones multiplied in bfloat16",
+    ):
+        assert what in told
+
+
+def test_resident_weights_have_bytes_of_their_own() -> None:
+    backend, values = TorchBackend("cpu", native=False), np.ones((3, 32), np.float16)
+    stored = StoredMatrix(values=values)
+    streamed, resident = (
+        backend.frozen(stored, "float32", residency) for residency in ("streamed", "resident")
+    )
+    x = torch.ones(1, 32)
+    values[...] = 2.0
+    assert streamed.matmul(x).tolist() == [[64.0] * 3]
+    assert resident.matmul(x).tolist() == [[32.0] * 3]
+
+
 def test_arrays_of_another_library_are_refused(backend: Backend) -> None:
     x, weight = np.ones((3, 5), np.float32), torch.ones(5)
     with pytest.raises(mesp.MespError, match="two libraries"):
