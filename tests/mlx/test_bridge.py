@@ -224,3 +224,9 @@ def test_tiles_do_not_outlive_the_forward_pass(monkeypatch: pytest.MonkeyPatch) 
         mx.eval(function(x))
         peaks.append(mx.get_peak_memory() - before)
     assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_a_frozen_weight_has_a_gradient_of_zeros() -> None:
+    x, weight = normal(0, N, D), normal(1, F, D)
+    gradient = mx.grad(lambda w: mesp_mlx.frozen_linear(x, w).sum())(weight)
+    assert gradient.shape == weight.shape and not np.array(gradient).any()

@@ -62,7 +62,7 @@ def judge(job: Job, limits: Mapping[Stage, float]) -> int:
     for number, stage in enumerate(job.stages, start=1):
         code, signalled, _ = _forked(job.mutant.module, job.path, source, stage, limits[stage])
         if code != child.SURVIVED:
-            verdict = f"time {number}" if signalled else f"stage {number}"
+            verdict = f"died {number}" if signalled else f"stage {number}"
             break
     seconds = time.monotonic() - start
     os.write(1, f"{verdict:10} {seconds:6.1f} s  {job.mutant.name}\n".encode())
