@@ -10,7 +10,7 @@ from io import TextIOWrapper
 import numpy as np
 
 import mesp_core
-from mesp_core.cli import check, export, finetune, generate, info
+from mesp_core.cli import check, compare, export, finetune, generate, info
 from mesp_core.cli.arguments import Parser
 from mesp_core.cli.output import INTERRUPTED, MISTAKE, say, surviving
 from mesp_core.errors import MespError
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         if options.run is None:
             raise MespError(
-                "give a command: finetune, generate, export-base, info or check (see --help)"
+                "give a command: finetune, generate, export-base, info, check or compare "
+                "(see --help)"
             )
         # What overflows is found by checks that tell it in words.
         with np.errstate(all="ignore"):
@@ -68,7 +69,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"mesp {mesp_core.__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (finetune, generate, export, info, check):
+    for command in (finetune, generate, export, info, check, compare):
         command.add_command(commands)
     return parser
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,7 @@ def measure_memory(
     result = work.step(on_block=None if writer is None else writer.write)
     answer: Answer = {
         "loss": result.loss,
+        "trained": sum(math.prod(array.shape) for array in work.model.parameters.values()),
         "gradients": None if writer is None else writer.close(),
     }
     _tidy(backend)

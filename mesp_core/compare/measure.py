@@ -19,7 +19,7 @@ from mesp_core.files.checkpoint import open_checkpoint
 REFERENCES = ("autodiff", "mesp")
 
 #: Fields of a child's answer that are fields of a row.
-_MEASURED = ("loss", "peak_bytes", "footprint_bytes", "compiled_bytes", "timeline")
+_MEASURED = ("loss", "trained", "peak_bytes", "footprint_bytes", "compiled_bytes", "timeline")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Comparison:
     """Measures cells one after the other. ``rows`` always holds what is known so far, in the order
     of the settings, so that an interruption loses nothing.
 
-    tell: called with a line as each measurement ends; on_rows: whenever rows have changed; known:
-    rows of an earlier run: a cell that they hold complete is not measured again.
+    options: of the next cell; tell: called with a line as each measurement ends; on_rows: whenever
+    rows have changed; known: rows of an earlier run: a cell that they hold complete is not measured
+    again.
     """
 
     def __init__(

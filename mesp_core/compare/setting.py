@@ -24,6 +24,7 @@ MEASURED = (
     "gradient_relative_error",
     "gradient_reference",
     "stored_bytes",
+    "trained",
     "timeline",
     "error",
     "time_error",

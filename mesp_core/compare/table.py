@@ -19,7 +19,9 @@ _WIDTH = 96
 
 def megabytes(size: float | None) -> str:
     """Of 10⁶ bytes; empty where there is no figure."""
-    return "" if size is None else f"{size / 1e6:,.1f}"
+    if size is None:
+        return ""
+    return f"{size / 1e6:,.1f}" if abs(size) >= 1e6 or not size else f"{size / 1e6:.2f}"
 
 
 def _seconds(value: float | None) -> str:

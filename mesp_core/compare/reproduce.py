@@ -1,0 +1,196 @@
+"""The paper's experiments, one after the other; what a report holds already is not done again."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mesp_core.compare.curves import Curve, Run, train
+from mesp_core.compare.experiments import EXPERIMENTS, Cell, Experiment, Table
+from mesp_core.compare.presets import preset_folder
+from mesp_core.compare.setting import Row, Setting, parse_method
+from mesp_core.compare.study import Report, Study
+from mesp_core.errors import MespError
+
+#: Trained on text, and small enough for every experiment that needs that.
+REAL_MODEL = "smollm2-135m"
+
+CONVERGENCE = "convergence"
+
+NAMES = (*EXPERIMENTS, CONVERGENCE)
+
+#: Optimizer and learning rate of each method; the exact ones share theirs.
+CONVERGENCE_RUNS: Mapping[str, tuple[str, float]] = {
+    "mesp": ("sgd", 0.1),
+    "mebp": ("sgd", 0.1),
+    "mezo": ("sgd", 1e-4),
+}
+
+#: Final losses of the paper, after 100,000 steps.
+_PAPER_LOSSES = {"mesp": "2.6", "mebp": "2.6", "mezo": "3.18"}
+
+#: Steps whose mean loss is told at the beginning and the end.
+_ENDS = 50
+
+#: Letters in a line of prose.
+_WIDTH = 96
+
+_DIFFERENCES = (
+    "Ours beside the paper's: random 4-bit weights of the same shapes and random tokens instead of "
+    "Qwen2.5 and WikiText-2 (neither changes memory or time), and {memory} on {device} instead of "
+    "the footprint of the process on Apple silicon."
+)
+
+
+def chosen(text: str) -> list[str]:
+    """The names of experiments in a list such as ``memory,ranks``, or all of them."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return list(NAMES)
+    for name in names:
+        if name not in NAMES:
+            raise MespError(f"no experiment is called {name!r}; choose from {', '.join(NAMES)}")
+    return list(dict.fromkeys(names))
+
+
+def reusable(earlier: Mapping[str, Any], report: Report) -> Report:
+    """rows and curves of an earlier report, if it was made here by the same versions; nothing
+    otherwise."""
+    same = ("command", "versions", "backend", "device", "machine")
+    if any(earlier.get(key) != report[key] for key in same):
+        return {}
+    return {key: earlier[key] for key in ("rows", "ladder", "curves") if key in earlier}
+
+
+class Reproduction:
+    """base: backend, dtypes, seed and the rest of every setting; names: of the experiments; cache:
+    where presets are kept."""
+
+    def __init__(
+        self, study: Study, base: Setting, names: Sequence[str], cache: str | None
+    ) -> None:
+        self._study = study
+        self._base = base
+        self._names = names
+        self._cache = cache
+
+    def work(self) -> None:
+        options = self._study.options
+        for name in self._names:
+            if name == CONVERGENCE:
+                self._converge()
+                continue
+            experiment = EXPERIMENTS[name]
+            self._study.rows.options = replace(
+                options,
+                steps=options.steps if experiment.timed else 0,
+                gradients=options.gradients and experiment.compared,
+            )
+            self._study.tell(f"{experiment.title}:")
+            for cell in experiment.cells:
+                self._study.rows.cell(self._settings(cell))
+
+    def tables(self) -> list[str]:
+        """Every experiment as far as it has come."""
+        known = {Setting.from_row(row): row for row in self._study.report["rows"]}
+        lines: list[str] = []
+        for name in self._names:
+            if name == CONVERGENCE:
+                lines += self._curves()
+                continue
+            experiment = EXPERIMENTS[name]
+            settings = [setting for cell in experiment.cells for setting in self._settings(cell)]
+            rows = [known[setting] for setting in settings if setting in known]
+            if rows:
+                lines += _titled(experiment, rows)
+        return [*lines, *self._differences()]
+
+    def _settings(self, cell: Cell) -> list[Setting]:
+        own: dict[str, Any] = {"tokens": cell.tokens, "rank": cell.rank}
+        if cell.preset is None:
+            own |= {"model": REAL_MODEL, "label": REAL_MODEL}
+            # What methods differ by is not to be lost in rounding.
+            own |= {"dtype": "float32", "lora_dtype": "float32"}
+        else:
+            own |= {"model": str(preset_folder(cell.preset, self._cache)), "label": cell.preset}
+        base = replace(self._base, **own)
+        return [
+            replace(base, method=method, head=head)
+            for method, head in map(parse_method, cell.methods)
+        ]
+
+    def _runs(self) -> Iterator[Run]:
+        for method, (optimizer, rate) in CONVERGENCE_RUNS.items():
+            backend, seed = self._base.backend, self._base.seed
+            yield Run(REAL_MODEL, backend, method, optimizer, rate, seed=seed)
+
+    def _converge(self) -> None:
+        curves = self._study.report["curves"]
+        for run in self._runs():
+            if run.finished(curves.get(run.method)):
+                continue
+            curves[run.method] = run.curve()
+            self._study.tell(f"{run.iterations} steps of {run.method} on {run.model}")
+            train(run, curves[run.method])
+            self._study.save()
+
+    def _curves(self) -> list[str]:
+        known = self._study.report["curves"]
+        curves = {run.method: known[run.method] for run in self._runs() if run.method in known}
+        return _converged(curves) if curves else []
+
+    def _differences(self) -> list[str]:
+        rows = self._study.report["rows"]
+        if not rows:
+            return []
+        allocator = any(row["peak_bytes"] is not None for row in rows)
+        memory = "the allocator's peak" if allocator else "anonymous memory over the baseline"
+        device = f"{self._study.report['backend']} {self._study.report['device']}"
+        return textwrap.wrap(_DIFFERENCES.format(memory=memory, device=device), _WIDTH)
+
+
+def _titled(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
+    lines = [experiment.title, *_aligned(experiment.table(rows))]
+    if experiment.notes:
+        lines += textwrap.wrap(
+            experiment.notes, _WIDTH, initial_indent="  ", subsequent_indent="  "
+        )
+    failed = {f"  {row['model']}, {row['method']}: {row['error']}" for row in rows if row["error"]}
+    return [*lines, *sorted(failed), ""]
+
+
+def _aligned(table: Table) -> list[str]:
+    """Columns to the right, but for the first."""
+    width = max(map(len, table))
+    full = [line + [""] * (width - len(line)) for line in table]
+    widths = [max(len(line[place]) for line in full) for place in range(width)]
+    lines = []
+    for first, *others in full:
+        cells = (f"{cell:>{size}}" for cell, size in zip(others, widths[1:], strict=True))
+        lines.append(f"  {first:<{widths[0]}}  {'  '.join(cells)}".rstrip())
+    return lines
+
+
+def _converged(curves: Mapping[str, Curve]) -> list[str]:
+    """The loss at the beginning and the end of each run, and how far the exact methods part."""
+    table: Table = [["", "optimizer", "steps", f"first {_ENDS}", f"last {_ENDS}", "paper, 100,000"]]
+    for method, curve in curves.items():
+        if not curve["loss"]:
+            table.append([method, curve["error"] or "no step yet"])
+            continue
+        run = curve["run"]
+        optimizer = f"{run['optimizer']} {run['learning_rate']:g}"
+        ends = (np.mean(curve["loss"][:_ENDS]), np.mean(curve["loss"][-_ENDS:]))
+        figures = [f"{value:.4f}" for value in ends]
+        paper = f"≈ {_PAPER_LOSSES[method]}"
+        table.append([method, optimizer, str(len(curve["loss"])), *figures, paper])
+    lines = [f"Loss over training steps, {REAL_MODEL}, Python's documentation", *_aligned(table)]
+    pair = [curves[method]["loss"] for method in ("mesp", "mebp") if method in curves]
+    if len(pair) == 2 and all(pair):
+        apart = max(abs(a - b) for a, b in zip(*pair, strict=False))
+        lines.append(f"  MeSP and MeBP are never further apart than {apart:.1e}.")
+    return [*lines, ""]
