@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import mesp_core as mesp
+from mesp_core.formulas.activation import FORMULA
 from mesp_core.host_words import HostWords
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_mlx.blas import Blas, choose_blas
@@ -62,8 +63,22 @@ def test_dtypes() -> None:
         native.dtype("float64")
     integers = host.from_numpy(np.array([2**24 + 1], np.int32), "int32")
     assert integers.dtype == mx.int32 and integers.item() == 2**24 + 1
-    assert host.from_numpy(np.ones(2)).dtype == mx.float64
+    assert np.array(host.from_numpy(np.array([1.0 / 3.0])))[0] == 1.0 / 3.0
     assert host.to_numpy(mx.array([1.5], dtype=mx.bfloat16)).dtype == np.float32
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_what_computes_norms_and_activations(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    for kind in ("host_activations", "compiled_activations"):
+        monkeypatch.setattr(
+            f"mesp_mlx.mlx_backend.{kind}", lambda kind=kind: made.append(kind) or FORMULA
+        )
+    backend = MlxBackend("cpu", BLAS, native)
+    assert made == ["compiled_activations" if native else "host_activations"]
+    rows = {row.component: row for row in backend.explain()}
+    assert (rows["rms_norm"].name == "mx.fast.rms_norm") == native
+    assert ("decoded by tile on the host" in rows["frozen_linear"].reason) != native
 
 
 def test_stochastic_rounding_adds_sixteen_bits_and_cuts() -> None:
