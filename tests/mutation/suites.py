@@ -65,7 +65,8 @@ _ABOUT_BACKEND = {
         "loops": "conformance/test_attention",
         "matrices": "mlx/test_matrices",
         "mlx_backend": "mlx/test_backend",
-        "namespace": "conformance/test_attention",
+        "namespace": "mlx/test_namespace",
+        "untraced": "mlx/test_bridge",
     },
     "jax": {
         "autodiff": "methods/test_exact_methods",
