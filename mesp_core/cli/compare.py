@@ -209,6 +209,7 @@ def _study(
             steps=0 if options.no_time else options.steps,
             gradients=not options.no_gradients,
             timeline=options.plot is not None or options.json is not None,
+            run=run_child,
         ),
         tell=lambda line: say(line, error=True),
         write=lambda report: write_report(options.json, report),

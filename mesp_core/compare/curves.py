@@ -30,8 +30,8 @@ class Run:
     method: str
     optimizer: str
     learning_rate: float
-    iterations: int = 300
-    tokens: int = 128
+    iterations: int
+    tokens: int
     rank: int = 8
     dtype: str = "float32"
     seed: int = 0

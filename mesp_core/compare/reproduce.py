@@ -30,6 +30,9 @@ CONVERGENCE_RUNS: Mapping[str, tuple[str, float]] = {
     "mezo": ("sgd", 1e-4),
 }
 
+#: Steps and tokens a step of each training run.
+STEPS, TOKENS = 300, 128
+
 #: Final losses of the paper, after 100,000 steps.
 _PAPER_LOSSES = {"mesp": "2.6", "mebp": "2.6", "mezo": "3.18"}
 
@@ -126,7 +129,7 @@ class Reproduction:
     def _runs(self) -> Iterator[Run]:
         for method, (optimizer, rate) in CONVERGENCE_RUNS.items():
             backend, seed = self._base.backend, self._base.seed
-            yield Run(REAL_MODEL, backend, method, optimizer, rate, seed=seed)
+            yield Run(REAL_MODEL, backend, method, optimizer, rate, STEPS, TOKENS, seed=seed)
 
     def _converge(self) -> None:
         curves = self._study.report["curves"]
