@@ -77,7 +77,7 @@ _ABOUT_BACKEND = {
         "matrices": "jax/test_matrices",
         "namespace": "jax/test_matrices",
         "programs": "jax/test_components",
-        "pytrees": "jax/test_programs",
+        "pytrees": "jax/test_components",
         "quantized": "jax/test_quantized",
     },
 }
