@@ -53,6 +53,24 @@ def test_bounds_may_be_traced() -> None:
     assert run._cache_size() == 1
 
 
+def test_one_bound_may_be_traced() -> None:
+    run = jax.jit(lambda n: LOOPS.fold(lambda i, t: t + i, jnp.asarray(0), 3, n))
+    assert int(run(5)) == 3 + 4
+    run = jax.jit(lambda n: LOOPS.fold(lambda i, t: t + i, jnp.asarray(0), n, 5))
+    assert int(run(3)) == 3 + 4
+
+
+def test_a_single_turn_has_a_plain_index() -> None:
+    indices = []
+    LOOPS.fold(lambda i, t: indices.append(i) or t, jnp.asarray(0), 3, 4)
+    assert indices == [3] and isinstance(indices[0], int)
+
+
+@pytest.mark.parametrize(("i", "tile"), [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9])])
+def test_a_plain_index_cuts_a_tile(i: int, tile: list[int]) -> None:
+    assert LOOPS.tile(jnp.arange(10), i, 4).tolist() == tile
+
+
 def test_arrays_of_a_tuple_are_put_together() -> None:
     a, b = jnp.zeros((6, 2)), jnp.zeros((6, 1))
     put = jax.jit(lambda i: LOOPS.put((a, b), i, 2, 0, (jnp.ones((2, 2)), jnp.ones((2, 1)))))
