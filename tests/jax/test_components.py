@@ -18,6 +18,7 @@ from mesp_core.formulas.attention import (
     first_key_tiles,
 )
 from mesp_core.formulas.loops import EagerLoops
+from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax.components import _padded, _padding, padded_backward, padded_forward
 from mesp_jax.jax_backend import JaxBackend
 from mesp_reference.check.compare import assert_close
@@ -90,3 +91,23 @@ def test_programs_are_named_after_components_and_passes() -> None:
     backend.ops.rms_norm.backward(y, saved, weight)
     assert [p.name for p in backend.compiled()] == ["rms_norm_forward", "rms_norm_backward"]
     assert JaxBackend("cpu", compiled_ops=False).ops.rms_norm.forward(x, weight, eps=1e-5)
+
+
+def test_rows_of_a_streamed_table_are_read_on_the_host() -> None:
+    """A resident one's are read by a program, and a streamed matrix is loaded for a product."""
+    backend = JaxBackend("cpu")
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    streamed, resident = (
+        backend.frozen(StoredMatrix(values=values), "float32", residency)
+        for residency in ("streamed", "resident")
+    )
+    embedding, rows = backend.ops.embedding, jnp.asarray([3, 0])
+    names = []
+    for table in (streamed, resident):
+        out, _ = embedding.forward(rows, table, dtype=jnp.float32)
+        np.testing.assert_array_equal(out, values[[3, 0]])
+        names.append([p.name for p in backend.compiled()])
+    assert names == [[], ["embedding_forward"]]
+    y, _ = backend.ops.frozen_linear.forward(jnp.ones((1, 3)), streamed)
+    np.testing.assert_array_equal(y, values.sum(axis=1)[None])
+    assert backend.compiled()[-1].name == "frozen_linear_forward"
