@@ -33,43 +33,6 @@ def plan_of(lengths: tuple[int, ...], tiles: tuple[int, int], as_array: Any) -> 
     return AttentionPlan(as_array(segment), first, 0.4, query_tile=tiles[0], key_tile=tiles[1])
 
 
-@pytest.mark.parametrize(
-    ("lengths", "tiles", "first"),
-    [
-        ((4, 3), (4, 7), list),
-        ((5, 2, 4), (4, 7), np.asarray),
-        ((6, 8), (7, 7), jnp.asarray),
-        ((9, 4), (8, 3), list),
-    ],
-)
-def test_attention_is_that_of_a_plain_loop(
-    lengths: tuple[int, ...], tiles: tuple[int, int], first: Any
-) -> None:
-    n = sum(lengths)
-    generator = np.random.default_rng(n)
-    q, do = generator.standard_normal((2, n, H, E))
-    k, v = generator.standard_normal((2, n, K, E))
-    tools: dict[str, Any] = {"loops": EagerLoops(), "xp": np}
-    plan = plan_of(lengths, tiles, np.asarray)
-    o, saved = attention_forward(q, k, v, plan=plan, **tools)
-    truth = (o, saved.lse, *attention_backward(do, saved, q, k, v, o, plan=plan, **tools))
-
-    plan = plan_of(lengths, tiles, jnp.asarray)
-    plan = replace(plan, first_key_tile=first(plan.first_key_tile))
-
-    @jax.jit
-    def both(q: Any, k: Any, v: Any, do: Any, lse: Any, o: Any) -> Any:
-        found_o, found = padded_forward(q, k, v, plan=plan)
-        gradients = padded_backward(do, AttentionSaved(lse), q, k, v, o, plan=plan)
-        return found_o, found.lse, *gradients
-
-    found = both(*(jnp.asarray(a, jnp.float32) for a in (q, k, v, do, saved.lse, o)))
-    names = ("o", "lse", "dq", "dk", "dv")
-    for name, actual, expected in zip(names, found, truth, strict=True):
-        assert actual.shape == expected.shape
-        assert_close(np.asarray(actual), expected, TOLERANCES["float32"], name=name)
-
-
 def test_as_few_tokens_are_added_as_fill_the_last_of_several_tiles() -> None:
     assert [_padding(tokens, 4) for tokens in (1, 3, 4, 5, 8, 9)] == [0, 0, 0, 3, 0, 3]
 
@@ -111,3 +74,40 @@ def test_rows_of_a_streamed_table_are_read_on_the_host() -> None:
     y, _ = backend.ops.frozen_linear.forward(jnp.ones((1, 3)), streamed)
     np.testing.assert_array_equal(y, values.sum(axis=1)[None])
     assert backend.compiled()[-1].name == "frozen_linear_forward"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tiles", "first"),
+    [
+        ((4, 3), (4, 7), list),
+        ((5, 2, 4), (4, 7), np.asarray),
+        ((6, 8), (7, 7), jnp.asarray),
+        ((9, 4), (8, 3), list),
+    ],
+)
+def test_attention_is_that_of_a_plain_loop(
+    lengths: tuple[int, ...], tiles: tuple[int, int], first: Any
+) -> None:
+    n = sum(lengths)
+    generator = np.random.default_rng(n)
+    q, do = generator.standard_normal((2, n, H, E))
+    k, v = generator.standard_normal((2, n, K, E))
+    tools: dict[str, Any] = {"loops": EagerLoops(), "xp": np}
+    plan = plan_of(lengths, tiles, np.asarray)
+    o, saved = attention_forward(q, k, v, plan=plan, **tools)
+    truth = (o, saved.lse, *attention_backward(do, saved, q, k, v, o, plan=plan, **tools))
+
+    plan = plan_of(lengths, tiles, jnp.asarray)
+    plan = replace(plan, first_key_tile=first(plan.first_key_tile))
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, do: Any, lse: Any, o: Any) -> Any:
+        found_o, found = padded_forward(q, k, v, plan=plan)
+        gradients = padded_backward(do, AttentionSaved(lse), q, k, v, o, plan=plan)
+        return found_o, found.lse, *gradients
+
+    found = both(*(jnp.asarray(a, jnp.float32) for a in (q, k, v, do, saved.lse, o)))
+    names = ("o", "lse", "dq", "dk", "dv")
+    for name, actual, expected in zip(names, found, truth, strict=True):
+        assert actual.shape == expected.shape
+        assert_close(np.asarray(actual), expected, TOLERANCES["float32"], name=name)
