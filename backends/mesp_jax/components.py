@@ -102,7 +102,7 @@ def _padded(plan: AttentionPlan, more: int) -> AttentionPlan:
     tiles = tile_count(segment.shape[0], plan.query_tile)
     if plan.segment.shape[0] <= plan.key_tile:
         # One key tile: nothing to look up.
-        return replace(plan, segment=segment, first_key_tile=[0] * tiles) if tiles == 1 else plan
+        return replace(plan, segment=segment, first_key_tile=[0]) if tiles == 1 else plan
     if tiles > first.shape[0]:
         first = jnp.pad(first, (0, tiles - first.shape[0]), mode="edge")
     return replace(plan, segment=segment, first_key_tile=first)
