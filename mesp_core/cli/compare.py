@@ -93,8 +93,13 @@ def run(options: argparse.Namespace) -> int:
     for line in job.tables():
         say(line)
     job.study.save()
-    if draw is not None:
-        draw(job.study.report)
+    try:
+        if draw is not None:
+            draw(job.study.report)
+    except MespError as error:
+        if status != INTERRUPTED:
+            raise
+        say(f"mesp: {error}", error=True)
     return status or (FAILED if job.study.failed else 0)
 
 

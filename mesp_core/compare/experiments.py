@@ -60,7 +60,7 @@ def _memory_table(rows: Sequence[Row]) -> Table:
     for model, found in _by(rows, "model"):
         ours = [_memory(found.get(method)) for method in ("mebp", "mesp", "mezo")]
         paper = [_MEMORY.get((model, method), (None,))[0] for method in ("mebp", "mesp")]
-        saving = f"{-_SAVINGS[model]:.0%}" if model in _SAVINGS else ""
+        saving = f"−{_SAVINGS[model]:.0%}" if model in _SAVINGS else ""
         lines.append(
             [model, *map(megabytes, ours), _change(*ours[:2]), "", *map(_mb, paper), saving]
         )
