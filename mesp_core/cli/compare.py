@@ -121,8 +121,7 @@ def _drawing(folder: Path) -> Callable[[Report], None]:
     prepare_folder(folder)
 
     def drawing(report: Report) -> None:
-        for path in draw(report, folder):
-            say(f"Drew {path}", error=True)
+        say(f"Drew {len(draw(report, folder))} files into {folder}", error=True)
 
     return drawing
 

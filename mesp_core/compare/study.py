@@ -25,7 +25,9 @@ class Study:
         tell: Callable[[str], None],
         write: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self.report: Report = {"rows": [], "ladder": [], "curves": {}} | report
+        self.report: Report = dict(report)
+        for part, nothing in (("rows", []), ("ladder", []), ("curves", {})):
+            self.report.setdefault(part, nothing)
         self.options = options
         self.tell = tell
         self._write = write
