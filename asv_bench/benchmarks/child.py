@@ -1,8 +1,12 @@
-"""One measurement of memory in a process of its own: a setting as JSON comes as the argument, one
-line of JSON goes out."""
+"""One measurement of memory in a process of its own.
+
+Arguments: a setting as JSON, and the seconds after which it gives up and tells where it was. One
+line of JSON goes out.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import sys
@@ -56,6 +60,7 @@ def peak_bytes(setting: Setting) -> int:
 
 def main() -> dict[str, Any]:
     setting = Setting(**json.loads(sys.argv[1]))
+    faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     try:
         with where_it_exists():
             return {"peak_bytes": peak_bytes(setting)}

@@ -88,11 +88,10 @@ class MemoryCase(Case):
         child = Path(__file__).parent / "child.py"
         # -P: the folder of a script must not stand for a module.
         done = subprocess.run(
-            [sys.executable, "-P", str(child), json.dumps(asdict(setting))],
+            [sys.executable, "-P", str(child), json.dumps(asdict(setting)), str(self.timeout - 30)],
             env=os.environ | _EXACT,
             capture_output=True,
             text=True,
-            timeout=self.timeout,
             check=False,
         )
         if done.returncode:

@@ -1,0 +1,124 @@
+"""What is published, opened in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asv_bench import offline
+from asv_bench.browser import Browser, browser, find, served
+from tests.asv.conftest import COUNT, Published
+
+needs_chromium = pytest.mark.skipif(find() is None, reason="Chromium is not installed")
+
+MEMORY = "step.StepMemory.track_peak_bytes_step"
+
+#: What a chart of asv's shows: how many points each of its lines has.
+POINTS = """
+$('#main-graph').data('plot').getData()
+    .map(line => line.data.filter(point => point && point[1] !== null).length)
+"""
+
+#: How many pixels of a chart's canvas are not empty.
+DRAWN = """
+(() => {
+    const canvas = $('#main-graph canvas.flot-base')[0];
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let at = 3; at < data.length; at += 4) count += data[at] > 0;
+    return count;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def address(published: Published) -> Iterator[str]:
+    if "://" in "".join(offline.foreign(published.html)):
+        pytest.skip("npm is missing, or offline: asv's pages have no scripts of their own")
+    with served(published.html) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as page:
+        yield page
+
+
+@needs_chromium
+def test_the_grid_shows_every_benchmark(
+    address: str, chromium: Browser, published: Published, tmp_path: Path
+) -> None:
+    chromium.errors.clear()
+    chromium.open(f"{address}/index.html")
+    names = sorted(b["pretty_name"] for b in published.benchmarks.values())
+    shown = "$('#summarygrid-display .benchmark-text').map((i, e) => $(e).text()).get()"
+    chromium.wait(f"{shown}.length >= {len(names)}")
+    assert sorted(chromium.evaluate(shown)) == names
+    chromium.screenshot(tmp_path / "grid.png")
+    assert chromium.errors == []
+
+
+@needs_chromium
+def test_a_memory_graph_draws_its_points(address: str, chromium: Browser, tmp_path: Path) -> None:
+    chromium.errors.clear()
+    chromium.open(f"{address}/index.html#{MEMORY}")
+    chromium.wait("$('#main-graph').data('plot') && $('#main-graph canvas').length")
+    # asv chooses the first dtype; every backend and both numbers of tokens have a line.
+    chromium.wait(f"{POINTS}.length === 6")
+    assert chromium.evaluate(POINTS) == [COUNT] * 6
+    assert chromium.evaluate(DRAWN) > 1000
+    chromium.screenshot(tmp_path / "memory.png")
+    assert chromium.errors == []
+
+
+@needs_chromium
+def test_the_other_pages_of_asv_open(address: str, chromium: Browser) -> None:
+    chromium.errors.clear()
+    chromium.open(f"{address}/index.html#/summarylist")
+    chromium.wait("$('#summarylist-body tbody tr').length > 5")
+    first = "$('#summarylist-body tbody tr td:first-child').first().text()"
+    before = chromium.evaluate(first)
+    chromium.evaluate("$('#summarylist-body thead th').first().click() && 0")
+    assert chromium.evaluate(first) != before
+    chromium.open(f"{address}/index.html#/regressions")
+    chromium.wait("$('#regressions-display').is(':visible')")
+    assert chromium.errors == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_report_draws_every_chart(
+    address: str, chromium: Browser, dark: bool, tmp_path: Path
+) -> None:
+    chromium.errors.clear()
+    chromium.open(f"{address}/report.html")
+    chromium.screenshot(tmp_path / "report.png", dark=dark)
+    for backend in ("mlx", "jax", "torch"):
+        marks = f"document.querySelectorAll('svg .series.{backend} g').length"
+        # Six charts, a point for each commit.
+        assert chromium.evaluate(marks) == 6 * COUNT
+    # The page has no script, so what is seen is what was written.
+    assert chromium.evaluate("document.scripts.length") == 0
+    page = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert page == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    assert chromium.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert chromium.errors == []
+
+
+@needs_chromium
+def test_an_error_of_a_page_is_seen(chromium: Browser, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(
+        "<script>console.error('one'); setTimeout(() => { throw new Error('two') })</script>"
+        "<script src='missing.js'></script>"
+    )
+    with served(tmp_path) as address:
+        chromium.errors.clear()
+        chromium.open(f"{address}/index.html")
+        chromium.wait("true")
+        chromium.evaluate("new Promise(done => setTimeout(done, 300)) && 0")
+    told = json.dumps(chromium.errors)
+    assert "one" in told and "two" in told and "missing.js" in told
