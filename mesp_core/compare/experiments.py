@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mesp_core.compare.setting import Row
+from mesp_core.compare.setting import Row, Setting
 from mesp_core.compare.table import megabytes
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
@@ -26,6 +26,10 @@ _MEMORY = {
     ("qwen2.5-3b", "mesp-store-h"): (398.5, 3.85),
 }
 _SAVINGS = {"qwen2.5-0.5b": 0.62, "qwen2.5-1.5b": 0.49, "qwen2.5-3b": 0.42}
+
+#: The methods of the paper's tables; MeBP also with MeSP's head, to see what else MeSP saves.
+_FOUR = ("mesp", "mebp", "mebp:tiled", "mezo")
+_HEADINGS = ("MeSP", "MeBP", "MeBP, tiled head", "MeZO")
 
 Table = list[list[str]]
 
@@ -54,36 +58,38 @@ class Experiment:
 
 
 def _memory_table(rows: Sequence[Row]) -> Table:
-    lines = [
-        ["", "MeBP", "MeSP", "MeZO", "saving", "paper:", "MeBP", "MeSP", "saving"],
-    ]
+    lines = [["MB", *_HEADINGS, "", "paper:", "MeBP", "MeSP", "saving"]]
     for model, found in _by(rows, "model"):
-        ours = [_memory(found.get(method)) for method in ("mebp", "mesp", "mezo")]
         paper = [_MEMORY.get((model, method), (None,))[0] for method in ("mebp", "mesp")]
         saving = f"−{_SAVINGS[model]:.0%}" if model in _SAVINGS else ""
-        lines.append(
-            [model, *map(megabytes, ours), _change(*ours[:2]), "", *map(_mb, paper), saving]
-        )
-    lines.append(["seconds", "MeBP", "MeSP", "MeZO", "change", "paper:", "MeBP", "MeSP", "change"])
+        figures = (megabytes(_memory(found.get(method))) for method in _FOUR)
+        lines.append([model, *figures, "", "", *map(_mb, paper), saving])
+    lines.append(["seconds", *_HEADINGS, "", "paper:", "MeBP", "MeSP", "change"])
     for model, found in _by(rows, "model"):
-        ours = [_field(found.get(method), "step_seconds") for method in ("mebp", "mesp", "mezo")]
         paper = [_MEMORY.get((model, method), (None, None))[1] for method in ("mebp", "mesp")]
-        change = _change(*paper)
-        lines.append([model, *map(_s, ours), _change(*ours[:2]), "", *map(_s, paper), change])
+        figures = (_s(_field(found.get(method), "step_seconds")) for method in _FOUR)
+        lines.append([model, *figures, "", "", *map(_s, paper), _change(*paper)])
+    lines.append(["saving of MeSP", "", "over MeBP", "over it tiled", "", "", "", "", "", ""])
+    for model, found in _by(rows, "model"):
+        lines.append([model, "", *_savings(found)])
     return lines
 
 
 def _sweep_table(field: str, paper: Mapping[int, str]) -> Callable[[Sequence[Row]], Table]:
     def table(rows: Sequence[Row]) -> Table:
-        lines = [[field, "MeBP", "MeSP", "MeZO", "saving", "paper:", "MeBP"]]
+        lines = [[field, *_HEADINGS, "over MeBP", "over it tiled", "", "paper:", "MeBP"]]
         for value, found in _by(rows, field):
-            ours = [_memory(found.get(method)) for method in ("mebp", "mesp", "mezo")]
-            lines.append(
-                [str(value), *map(megabytes, ours), _change(*ours[:2]), "", paper.get(value, "")]
-            )
+            ours = (megabytes(_memory(found.get(method))) for method in _FOUR)
+            lines.append([str(value), *ours, *_savings(found), "", "", paper.get(value, "")])
         return lines
 
     return table
+
+
+def _savings(found: Mapping[str, Row]) -> list[str]:
+    """What MeSP needs less than MeBP, with the head of autodiff frameworks and with its own."""
+    ours = _memory(found.get("mesp"))
+    return [_change(_memory(found.get(other)), ours) for other in ("mebp", "mebp:tiled")]
 
 
 def _store_h_table(rows: Sequence[Row]) -> Table:
@@ -116,24 +122,22 @@ def _quality_table(rows: Sequence[Row]) -> Table:
     return lines
 
 
-_THREE = ("mesp", "mebp", "mezo")
-
 EXPERIMENTS: Mapping[str, Experiment] = {
     "memory": Experiment(
         "Memory and time of three models at 256 tokens, rank 8",
-        [Cell(size, _THREE) for size in SIZES],
+        [Cell(size, _FOUR) for size in SIZES],
         _memory_table,
         timed=True,
     ),
     "lengths": Experiment(
         "Memory over sequence length, qwen2.5-0.5b",
-        [Cell("qwen2.5-0.5b", _THREE, tokens=tokens) for tokens in (128, 256, 512, 1024)],
+        [Cell("qwen2.5-0.5b", _FOUR, tokens=tokens) for tokens in (128, 256, 512, 1024)],
         _sweep_table("tokens", {128: "253.0", 1024: "1,050.0"}),
         "the paper's MeSP saves 51 to 62% over these lengths",
     ),
     "ranks": Experiment(
         "Memory over LoRA rank, qwen2.5-0.5b, 256 tokens",
-        [Cell("qwen2.5-0.5b", _THREE, rank=rank) for rank in (4, 8, 16, 32)],
+        [Cell("qwen2.5-0.5b", _FOUR, rank=rank) for rank in (4, 8, 16, 32)],
         _sweep_table("rank", {8: "360.8"}),
         "the paper's MeSP saves 60 to 63% over these ranks, and its MeZO needs more than MeBP at "
         "rank 32",
@@ -156,9 +160,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def _by(rows: Sequence[Row], field: str) -> Iterable[tuple[Any, dict[str, Row]]]:
-    """The rows by method for each value of a field."""
+    """The rows by method and head for each value of a field."""
     for value in dict.fromkeys(row[field] for row in rows):
-        yield value, {row["method"]: row for row in rows if row[field] == value}
+        yield value, {Setting.from_row(row).title: row for row in rows if row[field] == value}
 
 
 def _field(row: Row | None, field: str) -> float | None:
