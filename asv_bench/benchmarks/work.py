@@ -91,7 +91,7 @@ class Step:
         self._loss_and_gradients = loss_and_gradients
         # Commits before there were other methods know no such argument.
         has_methods = "method" in inspect.signature(loss_and_gradients).parameters
-        self._options = {"method": setting.method} if has_methods else {}
+        self._options: dict[str, Any] = {"method": setting.method} if has_methods else {}
         if setting.method != "mesp" and not has_methods:
             raise NotImplementedError(f"this commit has no method {setting.method}")
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 
 from asv_bench import dashboard, provenance, running
-from tests.asv.fabricate import HASH, store
+from tests.asv.fabricate import store
+from tests.asv.history import commit, git
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,20 +27,29 @@ class Published:
     benchmarks: dict[str, Any]
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """asv writes what it knows of the machine into the home folder; not into the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("home")
-        patch.setenv("HOME", str(folder))
-        yield folder
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Three commits: two that differ in a package, and one that changes something else."""
+    folder = tmp_path / "repository"
+    (folder / "mesp_core").mkdir(parents=True)
+    (folder / "backends" / "mesp_mlx").mkdir(parents=True)
+    git(folder, "init", "-q")
+    commit(folder, "mesp_core/one.py", "1")
+    commit(folder, "backends/mesp_mlx/two.py", "2")
+    commit(folder, "README.md", "3")
+    return folder
 
 
 @pytest.fixture(scope="session")
-def benchmarks(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every benchmark, as asv discovers them."""
     folder = tmp_path_factory.mktemp("discovered")
-    with running.configuration(folder, folder / "html") as config:
+    with (
+        running.configuration(folder, folder / "html") as config,
+        pytest.MonkeyPatch.context() as m,
+    ):
+        # asv writes what it knows of the machine into the home folder; not into the user's.
+        m.setenv("HOME", str(folder))
         assert running.run(config, ["just-discover"], ["-E", "existing"]) == 0
     found = json.loads((folder / "benchmarks.json").read_text())
     del found["version"]
@@ -73,9 +82,7 @@ def invented(name: str, cell: tuple[str, ...], place: int) -> float:
 
 
 @pytest.fixture(scope="session")
-def published(
-    home: Path, benchmarks: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Published:
+def published(benchmarks: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Published:
     results, html = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("html")
     commits = commits_with_source(COUNT)
     (results / "benchmarks.json").write_text(json.dumps({"version": 2, **benchmarks}))
@@ -92,5 +99,4 @@ def published(
         )
     with running.configuration(results, html) as config:
         assert dashboard.publish(config, results, html) == 0
-    assert HASH in benchmarks
     return Published(html, commits, benchmarks)
