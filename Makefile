@@ -4,6 +4,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: finetune test lint types docs check conformance mutation clean
+.PHONY: bench bench-quick dashboard kernel-bench
 
 # The first Python on the path that really runs, is recent enough and can make environments
 # (version managers put names on the path that do not run).
@@ -41,6 +42,27 @@ conformance: .venv/installed-test
 # MODULE="formulas.attention mesp_torch" for some modules.
 mutation: .venv/installed-test
 	$(ONE_THREAD) $(BIN)/python -m tests.mutation.run --module $(MODULE)
+
+# docs/benchmarks.md has the options. BASE=main~1: the commit to compare the working tree with.
+bench: .venv/installed-test
+	@test -n "$(BASE)" || { echo "make bench BASE=main~1: name the commit to compare with" >&2; exit 2; }
+	$(BIN)/python -m asv_bench.compare $(BASE) $(ARGS)
+
+# The last 15 commits, in environments that asv makes: about an hour the first time.
+dashboard: .venv/installed-test
+	$(BIN)/python -m asv_bench.dashboard $(ARGS)
+
+KERNELS := $(ONE_THREAD) XLA_FLAGS=--xla_cpu_multi_thread_eigen=false $(BIN)/python -m pytest -q -p benchmark tests/benchmarks/bench_kernels.py
+
+# Every benchmark once, in under three minutes: whether they work, not how fast they are.
+bench-quick: .venv/installed-test
+	$(BIN)/python -m asv_bench.quick
+	$(KERNELS) --benchmark-disable -k mesp
+
+# Saved under .benchmarks; ARGS=--benchmark-compare compares with the run before.
+kernel-bench: .venv/installed-test
+	$(KERNELS) --benchmark-autosave --benchmark-warmup=on \
+	  --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name $(ARGS)
 
 check: .venv/installed-main
 	$(BIN)/mesp check $(ARGS)

@@ -135,8 +135,10 @@ def measure(commits: Sequence[str], suite: str, folder: Path) -> dict[str, Run] 
     runs = {run.commit: run for run in load_runs(results)}
     faults = provenance.problems(runs.values(), running.ROOT)
     faults += [f"{commit[:8]} has no results" for commit in commits if commit not in runs]
-    print(*faults, sep="\n", file=sys.stderr)
-    return None if faults else runs
+    if faults:
+        print(*faults, sep="\n", file=sys.stderr)
+        return None
+    return runs
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ cell, never on a time. What was measured is thrown away."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -20,6 +21,8 @@ MOST = 60
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mesp-quick-") as folder:
+        # asv writes what it knows of the machine into the home folder.
+        os.environ["HOME"] = folder
         results, html = Path(folder) / "results", Path(folder) / "html"
         with running.configuration(results, html) as config:
             status = running.run(
@@ -31,8 +34,10 @@ def main() -> int:
                 return status
             benchmarks = json.loads((results / "benchmarks.json").read_text())
             faults = complaints(benchmarks, load_runs(results))
-            print(*faults, sep="\n", file=sys.stderr)
-            return 1 if faults else dashboard.publish(config, results, html)
+            if faults:
+                print(*faults, sep="\n", file=sys.stderr)
+                return 1
+            return dashboard.publish(config, results, html)
 
 
 def complaints(benchmarks: Mapping[str, Any], runs: Iterable[Run]) -> list[str]:

@@ -49,8 +49,10 @@ def configuration(results: Path, html: Path) -> Iterator[Path]:
 
 def asv(config: Path, *arguments: str) -> int:
     """Runs asv; its exit status."""
-    # One package in two folders would be one package too many.
+    # A path to another copy of the package would be found in every environment. This interpreter
+    # comes first, as asv makes its environments with the first of its version that it finds.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [sys.executable, "-m", "asv", arguments[0], "--config", str(config), *arguments[1:]]
     return subprocess.run(command, env=environment, check=False).returncode
 

@@ -86,15 +86,15 @@ def published(benchmarks: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
     results, html = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("html")
     commits = commits_with_source(COUNT)
     (results / "benchmarks.json").write_text(json.dumps({"version": 2, **benchmarks}))
-    for place, commit in enumerate(reversed(commits)):
-        source = provenance.tree_hash(ROOT, commit)
-        date = int(running.git("log", "-1", "--format=%ct", commit))
+    for place, name in enumerate(reversed(commits)):
+        source = provenance.tree_hash(ROOT, name)
+        date = int(running.git("log", "-1", "--format=%ct", name))
         store(
             results,
             benchmarks,
-            commit,
+            name,
             source,
-            lambda name, cell, place=place: invented(name, cell, place),
+            lambda *cell, place=place: invented(*cell, place),
             date=date,
         )
     with running.configuration(results, html) as config:
