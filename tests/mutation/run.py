@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 import time
 import tomllib
 import warnings
@@ -167,11 +168,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(job.mutant.name for job in todo), sep="\n")
         return 0
     os.chdir(ROOT)
-    _import_the_tools()
-    start = time.monotonic()
-    limits = time_limits(list(dict.fromkeys(stage for job in todo for stage in job.stages)))
-    survivors = run_all(todo, options.jobs, limits)
+    with tempfile.TemporaryDirectory() as compiled:
+        _keep_what_jax_compiles(compiled)
+        _import_the_tools()
+        start = time.monotonic()
+        limits = time_limits(list(dict.fromkeys(stage for job in todo for stage in job.stages)))
+        survivors = run_all(todo, options.jobs, limits)
     return report(todo, survivors, time.monotonic() - start)
+
+
+def _keep_what_jax_compiles(folder: str) -> None:
+    """Most programs of a mutant are those of the code as it is; JAX finds them by what they are."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def report(todo: Sequence[Job], survivors: Sequence[Job], seconds: float) -> int:

@@ -47,7 +47,7 @@ _ABOUT = {
 _ABOUT_BACKEND = {
     "torch": {
         "activations": "conformance/test_gated_mlp",
-        "autodiff": "methods/test_exact_methods",
+        "autodiff": "methods/test_pieces",
         "bridge": "torch/test_bridge",
         "decoding": "torch/test_matrices",
         "fast": "conformance/test_rms_norm conformance/test_lora_linear conformance/test_defaults",
@@ -58,7 +58,7 @@ _ABOUT_BACKEND = {
     },
     "mlx": {
         "activations": "conformance/test_gated_mlp",
-        "autodiff": "methods/test_exact_methods",
+        "autodiff": "methods/test_pieces",
         "blas": "mlx/test_backend",
         "bridge": "mlx/test_bridge",
         "fast": "conformance/test_rms_norm conformance/test_defaults",
@@ -69,15 +69,15 @@ _ABOUT_BACKEND = {
         "untraced": "mlx/test_bridge",
     },
     "jax": {
-        "autodiff": "methods/test_exact_methods",
+        "autodiff": "methods/test_pieces",
         "bridge": "jax/test_bridge",
         "components": "jax/test_components",
         "jax_backend": "jax/test_backend",
         "loops": "jax/test_loops",
         "matrices": "jax/test_matrices",
-        "namespace": "jax/test_matrices",
-        "programs": "jax/test_components",
-        "pytrees": "jax/test_components",
+        "namespace": "jax/test_signatures",
+        "programs": "jax/test_signatures",
+        "pytrees": "jax/test_signatures",
         "quantized": "jax/test_quantized",
     },
 }
@@ -122,7 +122,7 @@ def _eager_backend(name: str, subjects: str) -> Callable[[str], tuple[Stage, ...
 
 
 #: Of JAX's tests, those that compile little.
-_QUICK = ("backend", "components", "loops", "matrices", "quantized")
+_QUICK = ("backend", "components", "loops", "matrices", "quantized", "signatures")
 
 
 def _jax_backend(stem: str) -> tuple[Stage, ...]:
