@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -84,7 +85,7 @@ class MlxAutodiff(Autodiff):
         return nn.silu(gate) if kind == "silu" else nn.gelu_approx(gate)
 
     def cross_entropy(self, logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        return (losses.cross_entropy(logits, targets) * weights).sum()
+        return (losses.cross_entropy(logits, targets).astype(weights.dtype) * weights).sum()
 
 
 def _tiled_product(matrix: NativeDense | NativeQuantized, tile_weights: int) -> Any:
@@ -93,20 +94,33 @@ def _tiled_product(matrix: NativeDense | NativeQuantized, tile_weights: int) -> 
     size = rows_per_tile(width, tile_weights)
     tiles = range(tile_count(rows, size))
 
-    def dense(i: int, dtype: Any) -> mx.array:
-        return matrix.tile(i, size, 0).dense().astype(dtype)
+    def dense(i: int, dtype: Any, done: mx.array) -> mx.array:
+        return _after(matrix.tile(i, size, 0), done).dense().astype(dtype)
 
     @mx.custom_function
     def product(x: mx.array) -> mx.array:
         x = wide(x)
-        return mx.concatenate([x @ dense(i, x.dtype).T for i in tiles], axis=1)
+        # Written tile by tile into one array: joined at the end, all would be there twice.
+        y = mx.zeros((x.shape[0], rows), dtype=x.dtype)
+        for i in tiles:
+            y[:, i * size : (i + 1) * size] = x @ dense(i, x.dtype, y).T
+        return y
 
     @product.vjp
     def product_vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
-        parts = [dy[:, i * size : (i + 1) * size] @ dense(i, dy.dtype) for i in tiles]
-        return sum(parts[1:], parts[0]).astype(x.dtype)
+        dx = mx.zeros(x.shape, dtype=dy.dtype)
+        for i in tiles:
+            dx = dx + dy[:, i * size : (i + 1) * size] @ dense(i, dy.dtype, dx)
+        return dx.astype(x.dtype)
 
     return product
+
+
+def _after(tile: NativeDense | NativeQuantized, done: mx.array) -> NativeDense | NativeQuantized:
+    """The tile, to be looked at when ``done`` is there: MLX would dequantise all tiles first."""
+    if isinstance(tile, NativeDense):
+        return replace(tile, values=mx.depends(tile.values, done))
+    return replace(tile, words=mx.depends(tile.words, done))
 
 
 def _capped(
