@@ -25,9 +25,9 @@ NAMES = (*EXPERIMENTS, CONVERGENCE)
 
 #: Optimizer and learning rate of each method; the exact ones share theirs.
 CONVERGENCE_RUNS: Mapping[str, tuple[str, float]] = {
-    "mesp": ("sgd", 0.1),
-    "mebp": ("sgd", 0.1),
-    "mezo": ("sgd", 1e-4),
+    "mesp": ("sgd", 0.03),
+    "mebp": ("sgd", 0.03),
+    "mezo": ("sgd", 1e-3),
 }
 
 #: Steps and tokens a step of each training run.
