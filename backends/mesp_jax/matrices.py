@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from mesp_core.formulas.frozen_matrix import rows_per_tile, tiled_matmul, tiled_matmul_t
-from mesp_core.formulas.precision import wide
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax.loops import LOOPS
 from mesp_jax.namespace import XP
@@ -38,13 +37,13 @@ class JaxDense:
         """x Wᵀ: [N, in] -> [N, out]."""
         if self.values.dtype != self.dtype and _large(self):
             return tiled_matmul(self, x, XP, LOOPS, self.tile_weights)
-        return XP.matmul(wide(x, XP), self.values.astype(self.dtype).T)
+        return XP.matmul(x, self.values.astype(self.dtype).T)
 
     def matmul_t(self, dy: jax.Array) -> jax.Array:
         """dy W: [N, out] -> [N, in]."""
         if self.values.dtype != self.dtype and _large(self):
             return tiled_matmul_t(self, dy, XP, LOOPS, self.tile_weights)
-        return XP.matmul(wide(dy, XP), self.values.astype(self.dtype))
+        return XP.matmul(dy, self.values.astype(self.dtype))
 
     def tile(self, i: Any, size: int, axis: int) -> JaxDense:
         """Tile ``i`` of rows or columns, in ``dtype``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,7 @@ class Layout:
             _view(blocks[:, :, offset : offset + width], dtype)
             for offset, width, dtype in self.inside
         ]
-        scales = [part[:, :, 0] for part in cut[1:]]
+        scales = [part.squeeze(2) for part in cut[1:]]
         # Converted once for a group, rather than once for each of its weights.
         return cut[0], *lax.optimization_barrier(scales)
 
@@ -97,9 +96,8 @@ def unpack(codes: jax.Array, bits: int, order: str) -> jax.Array:
         shifts = jnp.asarray([[0], [4]], jnp.int32)
         integers = (codes[:, :, None, :].astype(jnp.int32) >> shifts) & 15
         return integers.reshape(rows, groups, 2 * length)
-    per_word = 8 // math.gcd(bits, 8)
+    per_word = 2 if bits == 4 else 4
     if bits in (3, 5):
-        per_word = 4
         words = _words_of_four(codes, bits)
     else:
         words = _little_endian(codes.reshape(rows, groups, -1, bits * per_word // 8))
