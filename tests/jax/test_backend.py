@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,15 @@ import pytest
 
 import mesp_core as mesp
 from mesp_core import MespError
+from mesp_core.block import block_backward, block_forward
 from mesp_core.formulas import Dropout, dropout_key, words_of
 from mesp_core.formulas.attention import first_key_tiles
 from mesp_core.formulas.dropout import dropout_multiplier
 from mesp_core.host_memory import return_free_memory
-from mesp_jax.jax_backend import JaxBackend
+from mesp_core.plain_block import plain_block_backward
+from mesp_core.stored_matrix import StoredMatrix
+from mesp_jax.jax_backend import JaxBackend, _BoundStage
+from mesp_jax.matrices import JaxDense, StreamedMatrix
 
 
 def test_it_is_registered() -> None:
@@ -150,3 +155,103 @@ def test_memory_is_told_where_the_device_tells_it(backend: JaxBackend) -> None:
     stats = backend.jax_device.memory_stats()
     assert (report.active is None) == (not stats)
     backend.reset_peak()
+
+
+def test_a_device_is_called_what_it_was_asked_for_as() -> None:
+    assert JaxBackend("cpu:0").device == "cpu:0"
+    assert JaxBackend().device == jax.devices()[0].platform
+
+
+def test_float64_is_rounded_by_way_of_float32(backend: JaxBackend) -> None:
+    """As other backends do: beyond half of bfloat16's last place by too little for float32."""
+    above_half = np.array([1.0 + 2.0**-8 + 2.0**-30])
+    assert backend.to_numpy(backend.from_numpy(above_half, "bfloat16"))[0] == 1.0
+    with jax.enable_x64(True):
+        assert backend.to_numpy(backend.from_numpy(above_half, "float64"))[0] == above_half[0]
+
+
+def test_frozen_matrices_are_wide_and_where_they_were_asked_to_be(backend: JaxBackend) -> None:
+    stored = StoredMatrix(values=np.ones((2, 3), np.float32))
+    with jax.enable_x64(True):
+        matrices = {d: backend.frozen(stored, d, "streamed") for d in ("float64", "bfloat16")}
+    assert {d: m.dtype for d, m in matrices.items()} == {
+        "float64": "float64",
+        "bfloat16": "float32",
+    }
+    assert all(isinstance(matrix, StreamedMatrix) for matrix in matrices.values())
+    assert isinstance(backend.frozen(stored, "float32", "resident"), JaxDense)
+
+
+def test_streamed_bytes_are_read_where_they_lie() -> None:
+    """On a CPU, where they are aligned as XLA wants them."""
+    raw = np.zeros(1024 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    values = raw[start : start + 1024].view(np.float32).reshape(16, 16)
+    matrix = JaxBackend("cpu").frozen(StoredMatrix(values=values), "float32", "streamed")
+    assert isinstance(matrix, StreamedMatrix)
+    loaded = matrix.load()
+    assert isinstance(loaded, JaxDense)
+    assert loaded.values.unsafe_buffer_pointer() == values.ctypes.data
+
+
+class Recording:
+    """In the place of ``Programs``: writes down what it is asked to run."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any], int]] = []
+
+    def run(
+        self, function: Any, args: tuple[Any, ...], options: dict[str, Any], *, name: str,
+        donate: int = 0,
+    ) -> Any:  # fmt: skip
+        self.asked.append((name, dict(options), donate))
+        return "dx", "gradients"
+
+
+def test_one_program_runs_every_block_backward() -> None:
+    """It always computes dx, in the memory of dout; the lowest block drops it."""
+    backend = JaxBackend("cpu")
+    backend._programs = recording = Recording()  # type: ignore[assignment]
+    for stage in (block_backward, plain_block_backward):
+        for static, dx in (({}, "dx"), ({"input_gradient": True}, "dx")):
+            assert backend.run(stage, 1, **static) == (dx, "gradients")
+        assert backend.run(stage, 1, input_gradient=False, store_h=True) == (None, "gradients")
+        name = stage.__name__
+        assert recording.asked[-3:] == [(name, {}, 1), (name, {}, 1), (name, {"store_h": True}, 1)]
+    assert backend.run(block_forward, 1, input_gradient=False) == ("dx", "gradients")
+    assert recording.asked[-1] == ("block_forward", {"input_gradient": False}, 0)
+
+
+def test_results_are_waited_for_where_weights_would_pile_up(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed = backend.frozen(
+        StoredMatrix(values=np.ones((2, 3), np.float32)), "float32", "streamed"
+    )
+    waited: list[Any] = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    for platform, weight, times in (("cpu", 1, 1), ("gpu", 1, 0), ("gpu", streamed, 1)):
+        other = JaxBackend("cpu")
+        other._programs = Recording()  # type: ignore[assignment]
+        other.jax_device = SimpleNamespace(platform=platform)
+        other.run(block_forward, weight)
+        assert len(waited) == times, (platform, weight)
+        waited.clear()
+
+
+def test_a_stage_is_found_again_by_what_it_is(backend: JaxBackend) -> None:
+    forward = _BoundStage(block_forward, backend)
+    assert forward == _BoundStage(block_forward, backend) and forward != block_forward
+    assert forward != _BoundStage(block_backward, backend)
+
+
+def test_what_is_staged_is_waited_for_but_inside_a_program(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = jnp.ones(2)
+    waited: list[Any] = []
+    monkeypatch.setattr(type(x), "block_until_ready", lambda array: waited.append(array))
+    backend.stage({"x": x}, [x])
+    assert len(waited) == 2
+    jax.make_jaxpr(lambda x: backend.stage(x))(x)
+    assert len(waited) == 2

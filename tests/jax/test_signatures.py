@@ -49,8 +49,10 @@ def test_components_are_counted_when_a_program_runs() -> None:
     def twice(x: jax.Array) -> jax.Array:
         return inner.forward(inner.forward(x))
 
+    # Not overwritten by the first run.
+    x = jnp.ones(1)
     for runs in (1, 2):
-        assert programs.run(twice, (np.ones(1),), {}, name="twice").tolist() == [4.0]
+        assert programs.run(twice, (x,), {}, name="twice").tolist() == [4.0]
         assert (inner.calls, other.calls) == (5 + 2 * runs, 7)
     assert programs.all()[0].calls == (2, 0)
 

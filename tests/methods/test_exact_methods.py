@@ -160,6 +160,49 @@ def test_every_method_hands_its_blocks_on_from_the_last_to_the_first(
     assert phases == expected.get(method, [*once, "backward"])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_dropout_is_on(tmp_path: Path, method: str) -> None:
+    losses = [
+        mesp.loss_and_gradients(
+            tiny_model(tmp_path, "torch", lora=mesp.LoraConfig(rank=3, dropout=rate)),
+            RAGGED,
+            method=method,
+        ).loss
+        for rate in (0.0, 0.5)
+    ]
+    assert abs(losses[1] / losses[0] - 1.0) > 1e-4
+
+
+@pytest.mark.parametrize("method", ["mesp", "mesp-store-h", "mebp"])
+def test_the_lowest_blocks_input_gradient_is_not_asked_for(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(tmp_path, "torch")
+    asked: list[bool] = []
+    run = model.backend.run
+
+    def running(stage: Any, *arguments: Any, **static: Any) -> Any:
+        if "input_gradient" in static:
+            asked.append(static["input_gradient"])
+        return run(stage, *arguments, **static)
+
+    monkeypatch.setattr(model.backend, "run", running)
+    mesp.loss_and_gradients(model, ALONE, method=method)
+    assert asked == [True, True, False]
+
+
+def test_autodiff_computes_before_it_hands_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(tmp_path, "torch")
+    events: list[Any] = []
+    monkeypatch.setattr(model.backend, "stage", lambda *trees: events.append(len(trees)))
+    mesp.loss_and_gradients(
+        model, ALONE, method="autodiff", on_block=lambda layer, given: events.append(f"{layer}")
+    )
+    assert events[-4:] == [2, "2", "1", "0"]
+
+
 @pytest.mark.parametrize("method", ["mesp", "mebp", "autodiff"])
 def test_parameters_may_be_updated_as_blocks_come(tmp_path: Path, method: str) -> None:
     model = tiny_model(tmp_path, "torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,19 @@ def test_the_estimate_is_the_slope_along_a_direction(tmp_path: Path) -> None:
         errors.append(abs(slope - true @ z))
     assert errors[0] < 1e-2 * abs(true @ z)
     assert errors[1] == pytest.approx(errors[0] / 100.0, rel=0.1)
+
+
+def test_the_loss_is_the_mean_of_two(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, "numpy", dtype="float64")
+    found = mesp.loss_and_gradients(model, BATCH, method="mezo", epsilon=0.01).loss
+    blocks = [directions(model, layer) for layer in range(model.config.layers)]
+    start, losses = dict(model.parameters), []
+    for step in (0.01, -0.01):
+        for block in blocks:
+            model.parameters |= {name: start[name] + step * z for name, z in block.items()}
+        losses.append(mesp.loss_and_gradients(model, BATCH).loss)
+    assert abs(losses[0] - losses[1]) > 1e-6
+    assert found == pytest.approx(sum(losses) / 2.0, rel=1e-12)
 
 
 def test_the_mean_over_directions_converges_to_the_gradient(tmp_path: Path) -> None:
@@ -68,6 +82,38 @@ def test_every_backend_takes_the_same_step(tmp_path: Path, kind: str) -> None:
     found = gradients(tiny_model(tmp_path, kind), BATCH, method="mezo")
     # A difference of two float32 losses, each off by 1e-7, over 2ε.
     np.testing.assert_allclose(flat(found), flat(expected), rtol=0.05)
+
+
+def test_directions_are_those_of_a_philox_stream(tmp_path: Path) -> None:
+    """So that a run can be repeated; a negative seed counts from 2⁶⁴ down."""
+    model = tiny_model(tmp_path, "numpy")
+    model.seed, model.step = -1, 3
+    for place, z in enumerate(directions(model, 1).values()):
+        sequence = np.random.SeedSequence((2**64 - 1, 3, 1, place, 0x4D655A4F))
+        generator = np.random.Generator(np.random.Philox(sequence))
+        np.testing.assert_array_equal(z, generator.standard_normal(z.shape, dtype=np.float32))
+
+
+def test_passes_ask_for_no_gradient_and_compute_what_they_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(tmp_path, "torch")
+    backend, asked, staged = model.backend, [], []
+    run, stage = backend.run, backend.stage
+
+    def running(function: Any, *arguments: Any, **static: Any) -> Any:
+        asked.extend(value for name, value in static.items() if name == "gradient")
+        return run(function, *arguments, **static)
+
+    def staging(*trees: Any) -> None:
+        staged.extend(name for tree in trees if isinstance(tree, dict) for name in tree)
+        stage(*trees)
+
+    monkeypatch.setattr(backend, "run", running)
+    monkeypatch.setattr(backend, "stage", staging)
+    mesp.loss_and_gradients(model, BATCH, method="mezo")
+    assert asked == [False, False]
+    assert sorted(staged) == sorted(2 * list(model.parameters))
 
 
 def test_directions_depend_on_what_they_should(tmp_path: Path) -> None:

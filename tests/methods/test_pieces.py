@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,10 +26,10 @@ from mesp_reference.rms_norm import rms_norm_backward, rms_norm_forward
 from mesp_reference.rope import rope_backward, rope_forward
 from tests.methods.models import DIFFERENTIATING, backend_of
 
-N, D, F, R, H, K, E, V = 5, 6, 7, 2, 4, 2, 8, 9
+N, D, F, R, H, K, E, V = 7, 6, 5, 2, 4, 2, 8, 9
 
 #: A framework's own float32 functions, some of which approximate, by a wide margin.
-ALLOWED = {"float32": 3e-6, "bfloat16": 2e-2}
+ALLOWED = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 2e-2}
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -43,6 +44,11 @@ class Pieces:
     def __init__(self, kind: str) -> None:
         self.backend = backend_of(kind)
         self.autodiff = self.backend.autodiff()
+        if kind == "mlx":
+            from mesp_mlx.autodiff import MlxAutodiff
+
+            # Frozen products by tiles of 128 rows.
+            self.autodiff = MlxAutodiff(self.backend.xp, native=False, tile_weights=1)
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         return self.backend.from_numpy(np.asarray(values), dtype)
@@ -62,18 +68,17 @@ class Pieces:
 
     def agree(
         self, function: Callable[..., Any], inputs: list[np.ndarray], truth: np.ndarray,
-        backward: Callable[[np.ndarray], Any], *, dtype: str = "float32",
+        backward: Callable[[np.ndarray], Any], *, dtype: str = "float32", out: str | None = None,
     ) -> None:  # fmt: skip
-        """The value and the gradient of every input, in the dtype of the inputs."""
+        """The value, in ``out`` or the dtype of the inputs, and the gradient of every input."""
         dout = normal(90, *truth.shape)
         arrays = [self.array(values, dtype) for values in inputs]
-        value, gradients = self.autodiff.gradients(
-            function, arrays, lambda value: self.array(dout, "float32")
-        )
-        found = [value, *gradients]
-        for place, (array, exact) in enumerate(zip(found, [truth, *backward(dout)], strict=True)):
+        value, gradients = self.autodiff.gradients(function, arrays, lambda value: self.array(dout))
+        dtypes = [out or dtype, *[dtype] * len(inputs)]
+        exact, found = [truth, *backward(dout)], [value, *gradients]
+        for place, (array, true, kind) in enumerate(zip(found, exact, dtypes, strict=True)):
             name = f"place {place}"
-            assert_close(array, exact, ALLOWED[dtype], dtype=dtype, backend=self.backend, name=name)
+            assert_close(array, true, ALLOWED[dtype], dtype=kind, backend=self.backend, name=name)
 
 
 @pytest.fixture(scope="module", params=DIFFERENTIATING)
@@ -84,8 +89,8 @@ def pieces(request: pytest.FixtureRequest) -> Pieces:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_rms_norm(pieces: Pieces, plus_one: bool, dtype: str) -> None:
-    """The weight is wide, the norm in the dtype of x."""
-    x, weight = normal(1, N, D), normal(2, D)
+    """Of every head's features. The weight is wide, the norm in the dtype of x."""
+    x, weight = normal(1, N, H, D), normal(2, D)
     y, saved = rms_norm_forward(x, weight, 0.3, plus_one=plus_one)
     gain = pieces.array(weight)
     pieces.agree(
@@ -113,9 +118,19 @@ def test_rope(pieces: Pieces, interleaved: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_attention(pieces: Pieces, softcap: float | None, masked: bool) -> None:
+    check_attention(pieces, softcap, masked, "float32")
+
+
+def test_attention_in_float64_on_jax() -> None:
+    """JAX's own has a softmax in float32."""
+    with jax.enable_x64(True):
+        check_attention(Pieces("jax"), None, True, "float64")
+
+
+def check_attention(pieces: Pieces, softcap: float | None, masked: bool, dtype: str) -> None:
     q, k, v = normal(1, N, H, E), normal(2, N, K, E), normal(3, N, K, E)
-    segment = np.array([0, 0, 0, 1, 1] if masked else [0] * N)
-    position = np.array([0, 1, 2, 0, 1] if masked else range(N))
+    segment = np.array([0, 0, 0, 1, 1, 2, 2] if masked else [0] * N)
+    position = np.array([0, 1, 2, 0, 1, 0, 1] if masked else range(N))
     o, saved = attention_forward(q, k, v, segment, position, scale=0.6, softcap=softcap)
     seen = visible_keys(segment, position)
     plan: Any = SimpleNamespace(
@@ -127,6 +142,22 @@ def test_attention(pieces: Pieces, softcap: float | None, masked: bool) -> None:
         [q, k, v],
         o,
         lambda do: attention_backward(do, saved),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_linear(pieces: Pieces, dtype: str) -> None:
+    """In the accumulation dtype; with rows that fill more than two tiles."""
+    x, weight = normal(1, N, D), normal(2, 300, D)
+    matrix = pieces.frozen(weight)
+    pieces.agree(
+        lambda x: pieces.autodiff.frozen_linear(x, matrix),
+        [x],
+        x @ weight.T,
+        lambda dy: [dy @ weight],
+        dtype=dtype,
+        out="float32",
     )
 
 
@@ -172,7 +203,7 @@ def test_activation(pieces: Pieces, kind: str) -> None:
 def test_cross_entropy(pieces: Pieces) -> None:
     """Of a frozen head."""
     x, weight, targets = normal(1, N, D), normal(2, V, D), np.arange(N) * 4 % V
-    weights = np.array([1.0, 0.0, 0.5, 2.0, 1.0])
+    weights = np.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 3.0])
     loss, saved = linear_cross_entropy_forward(x, weight, targets, weights, 1.0)
     chosen, weighed = pieces.array(targets, "int32"), pieces.array(weights)
     head = pieces.frozen(weight)

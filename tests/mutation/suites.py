@@ -26,7 +26,9 @@ _JAX = ("--subjects", "jax-jit-float32", "-k", "jax")
 _MEMORY = ("tests/memory/test_nothing_large_is_made.py",)
 _WHOLE = ("tests/oracle/test_whole_model.py", "-k", "numpy_float64")
 
-_METHODS = ("tests/methods/test_exact_methods.py", "tests/training")
+_EXACT_METHODS = ("tests/methods/test_exact_methods.py", "-k", "numpy or torch")
+_MEZO = ("tests/methods/test_mezo.py", "-k", "not jax")
+_METHODS = ("tests/methods", "tests/training")
 
 #: The file of the matrix that is about a module, where it is not named like it.
 _ABOUT = {
@@ -140,7 +142,9 @@ SUITES = (
     Suite("mesp_core/host_matrix.py", _core),
     Suite("mesp_core/host_words.py", _core),
     Suite("mesp_core/host_memory.py", lambda stem: (("tests/jax/test_backend.py",),)),
-    Suite("mesp_core/methods/checkpointed.py", lambda stem: (_WHOLE, _MEMORY, _METHODS)),
+    Suite("mesp_core/methods/checkpointed.py", lambda stem: (_EXACT_METHODS, _WHOLE, _METHODS)),
+    Suite("mesp_core/methods/autodiff.py", lambda stem: (_EXACT_METHODS, _METHODS)),
+    Suite("mesp_core/methods/mezo.py", lambda stem: (_MEZO, _METHODS)),
     Suite("backends/mesp_torch/*.py", _eager_backend("torch", "torch")),
     Suite("backends/mesp_mlx/*.py", _eager_backend("mlx", "mlx,mlx-cpu")),
     Suite("backends/mesp_jax/*.py", _jax_backend),
