@@ -112,6 +112,15 @@ def test_no_tile_is_widened_before_its_index_is_known() -> None:
     assert "optimization_barrier" in str(traced) and "optimization_barrier" not in str(eager)
 
 
+def test_a_streamed_matrix_is_its_rows_in_logical_order(backend: JaxBackend) -> None:
+    values, order = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([2, 0, 1])
+    stored = StoredMatrix(values=values, row_order=order)
+    matrix, logical = backend.frozen(stored, "float32", "streamed"), values[order]
+    np.testing.assert_array_equal(matrix.matmul(jnp.eye(4)), logical.T)
+    np.testing.assert_array_equal(matrix.matmul_t(jnp.eye(3)), logical)
+    np.testing.assert_array_equal(matrix.tile(0, 2, 0).values, logical[:2])
+
+
 def test_whether_anything_was_streamed_is_told(backend: JaxBackend) -> None:
     tree = {"a": [1, 2.0]}
     assert load_streamed(tree) == (tree, False)

@@ -26,8 +26,8 @@ _JAX = ("--subjects", "jax-jit-float32", "-k", "jax")
 _MEMORY = ("tests/memory/test_nothing_large_is_made.py",)
 _WHOLE = ("tests/oracle/test_whole_model.py", "-k", "numpy_float64")
 
-_EXACT_METHODS = ("tests/methods/test_exact_methods.py", "-k", "numpy or torch")
-_MEZO = ("tests/methods/test_mezo.py", "-k", "not jax")
+_EXACT_METHODS = ("tests/methods/test_exact_methods.py", "-k", "not jax and not mlx")
+_MEZO = ("tests/methods/test_mezo.py", *_EXACT_METHODS)
 _METHODS = ("tests/methods", "tests/training")
 
 #: The file of the matrix that is about a module, where it is not named like it.
