@@ -23,6 +23,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mesp-quick-") as folder:
         # asv writes what it knows of the machine into the home folder.
         os.environ["HOME"] = folder
+        # What several cells compile, the first compiles for all.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "jax")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         results, html = Path(folder) / "results", Path(folder) / "html"
         with running.configuration(results, html) as config:
             status = running.run(
