@@ -23,14 +23,16 @@ def process_footprint() -> int | None:
 
 
 def _linux() -> int | None:
+    # A third of the time that reading RssAnon in /proc/self/status takes.
     try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("RssAnon:"):
-                    return int(line.split()[1]) * 1024
+        file = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
         return None
-    return None
+    try:
+        _, resident, shared, *_ = os.read(file, 256).split()
+    finally:
+        os.close(file)
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _ResourceUsage(ctypes.Structure):

@@ -12,7 +12,7 @@ from typing import Any
 from mesp_core.footprint import process_footprint
 
 #: Seconds between two readings.
-INTERVAL = 0.002
+INTERVAL = 0.0003
 
 #: The most points of a timeline; each is the largest of the readings it stands for.
 POINTS = 1000
@@ -32,7 +32,7 @@ class Sampler:
         self._times = array("d")
         self._values = array("q")
         self._phases: list[tuple[float, str]] = []
-        self._stop = threading.Event()
+        self._stopped = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -73,8 +73,9 @@ class Sampler:
                 self._values.append(value)
 
     def _run(self) -> None:
-        while not self._stop.wait(INTERVAL):
+        while not self._stopped:
             self._sample()
+            time.sleep(INTERVAL)
 
     def __enter__(self) -> Sampler:
         self._begun = time.perf_counter()
@@ -88,6 +89,6 @@ class Sampler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
+        self._stopped = True
         self._thread.join()
         self._sample()
