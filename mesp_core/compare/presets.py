@@ -92,12 +92,16 @@ def preset_folder(name: str, cache: str | Path | None = None) -> Path:
     cache: the folder for all presets; by default the user's cache (``default_cache``).
     Raises MespError for an unknown name, or where the cache cannot hold it.
     """
-    if name not in PRESETS:
-        raise MespError(f"no preset is called {name!r}; choose from {', '.join(PRESETS)}")
-    root = default_cache() if cache is None else Path(cache)
-    folder = root / "presets" / name
+    folder = preset_path(name, cache)
     write_preset(PRESETS[name], folder)
     return folder
+
+
+def preset_path(name: str, cache: str | Path | None = None) -> Path:
+    """Where ``preset_folder`` keeps a preset, whether it is there or not."""
+    if name not in PRESETS:
+        raise MespError(f"no preset is called {name!r}; choose from {', '.join(PRESETS)}")
+    return (default_cache() if cache is None else Path(cache)) / "presets" / name
 
 
 def default_cache() -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mesp_core.compare.curves import Curve, Run, train
 from mesp_core.compare.experiments import EXPERIMENTS, Cell, Experiment, Table
-from mesp_core.compare.presets import preset_folder
+from mesp_core.compare.presets import preset_folder, preset_path
 from mesp_core.compare.setting import Row, Setting, parse_method
 from mesp_core.compare.study import Report, Study
 from mesp_core.errors import MespError
@@ -95,6 +95,8 @@ class Reproduction:
             )
             self._study.tell(f"{experiment.title}:")
             for cell in experiment.cells:
+                if cell.preset is not None:
+                    preset_folder(cell.preset, self._cache)
                 self._study.rows.cell(self._settings(cell))
 
     def tables(self) -> list[str]:
@@ -119,7 +121,7 @@ class Reproduction:
             # What methods differ by is not to be lost in rounding.
             own |= {"dtype": "float32", "lora_dtype": "float32"}
         else:
-            own |= {"model": str(preset_folder(cell.preset, self._cache)), "label": cell.preset}
+            own |= {"model": str(preset_path(cell.preset, self._cache)), "label": cell.preset}
         base = replace(self._base, **own)
         return [
             replace(base, method=method, head=head)
