@@ -141,6 +141,8 @@ def test_what_there_is_after_an_interruption_is_printed(base: Setting, tmp_path:
         reproduction.work()
     lines = reproduction.tables()
     assert len(words(lines, "qwen2.5-0.5b")) == 3 and not words(lines, "qwen2.5-1.5b")
+    # Nothing is written for what was not come to.
+    assert not (tmp_path / "presets" / "qwen2.5-3b").exists()
     # The cell at rank 8 is known from the first experiment.
     assert [line[0] for line in words(lines, "8")] == ["8"]
 
