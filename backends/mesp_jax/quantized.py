@@ -35,13 +35,13 @@ class Layout:
         if self.inside is None:
             return arrays
         (blocks,) = arrays
-        cut = [
-            _view(blocks[:, :, offset : offset + width], dtype)
+        # The bytes of one float make one float; of codes each byte stays one.
+        codes, *scales = [
+            lax.bitcast_convert_type(blocks[:, :, offset : offset + width], dtype)
             for offset, width, dtype in self.inside
         ]
-        scales = [part.squeeze(2) for part in cut[1:]]
         # Converted once for a group, rather than once for each of its weights.
-        return cut[0], *lax.optimization_barrier(scales)
+        return codes, *lax.optimization_barrier(scales)
 
     def values(self, arrays: Arrays, dtype: str) -> jax.Array:
         """The weights [out, in], computed in ``dtype``."""
@@ -146,11 +146,3 @@ def _interleaved(parts: list[np.ndarray]) -> tuple[tuple[int, int, str], ...] | 
 
 def _in_order(array: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     return array if order is None else np.take(array, order, axis=0)
-
-
-def _view(octets: jax.Array, dtype: str) -> jax.Array:
-    """The bytes along the last axis as numbers of ``dtype``."""
-    size = jnp.dtype(dtype).itemsize
-    if size == 1:
-        return lax.bitcast_convert_type(octets, dtype)
-    return lax.bitcast_convert_type(octets.reshape(*octets.shape[:-1], -1, size), dtype)

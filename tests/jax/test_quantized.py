@@ -17,7 +17,9 @@ OUT, GROUPS, GROUP = 3, 2, 32
 ORDER = np.array([2, 0, 1])
 
 
-def apart(bits: int, order: str = "stream", *, dtype: str = "float16", **options: Any) -> Any:
+def apart(
+    bits: int, order: str = "stream", *, dtype: str = "float16", group: int = GROUP, **options: Any
+) -> Any:
     """Codes, scales and biases in arrays of their own."""
     generator = np.random.default_rng(bits)
     scales, biases = generator.uniform(0.5, 1.5, (2, OUT, GROUPS)).astype(np.float32)
@@ -25,8 +27,8 @@ def apart(bits: int, order: str = "stream", *, dtype: str = "float16", **options
         scales, biases = ((a.view(np.uint32) >> 16).astype(np.uint16) for a in (scales, biases))
     else:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
-    codes = generator.integers(0, 256, (OUT, GROUPS, GROUP * bits // 8), dtype=np.uint8)
-    form = {"codes": codes, "scales": scales, "biases": biases, "bits": bits, "group": GROUP}
+    codes = generator.integers(0, 256, (OUT, GROUPS, group * bits // 8), dtype=np.uint8)
+    form = {"codes": codes, "scales": scales, "biases": biases, "bits": bits, "group": group}
     return StoredMatrix(**(form | {"order": order} | options))
 
 
@@ -55,6 +57,7 @@ def together(bits: int, floats: int, *, codes_first: bool = False, dtype: Any = 
 
 
 FORMS = {f"{bits}-bit": apart(bits) for bits in (2, 3, 4, 5, 6, 8)} | {
+    "groups of eight": apart(6, group=8),
     "halves": apart(4, "halves"),
     "no biases": apart(4, biases=None, zero=8),
     "float32": apart(4, dtype="float32"),
@@ -93,7 +96,10 @@ def test_stored_floats_keep_their_dtype_where_jax_has_it(x64: bool) -> None:
         assert stored_floats(np.array([0x3F80], np.uint16)) == 1.0
 
 
-@pytest.mark.parametrize("spoil", ["gap", "every other row", "every other group", "codes apart"])
+@pytest.mark.parametrize(
+    "spoil",
+    ["gap", "every other row", "every other group", "codes apart", "one code", "one scale"],
+)
 def test_parts_that_do_not_fill_their_blocks_are_handed_over_apart(spoil: str) -> None:
     whole = together(4, 1)
     raw = np.asarray(whole.codes).base
@@ -107,6 +113,10 @@ def test_parts_that_do_not_fill_their_blocks_are_handed_over_apart(spoil: str) -
     codes, scales = raw[:, :, 2:18], raw[:, :, :2].view(np.float16)[:, :, 0]
     if spoil == "codes apart":
         codes = np.repeat(codes, 2, axis=2)[:, :, ::2]
+    if spoil == "one code":
+        codes = np.broadcast_to(codes[:, :, :1], codes.shape)
+    if spoil == "one scale":
+        scales = np.broadcast_to(scales[:, :1], scales.shape)
     stored = replace(whole, codes=codes, scales=scales)
     layout, arrays = arrays_of(stored)
     assert layout.inside is None and len(arrays) == 2
