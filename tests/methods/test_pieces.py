@@ -148,9 +148,11 @@ def check_attention(pieces: Pieces, softcap: float | None, masked: bool, dtype: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_linear(pieces: Pieces, dtype: str) -> None:
-    """In the accumulation dtype; with rows that fill more than two tiles."""
+    """In the accumulation dtype, differentiated or not; rows that fill more than two tiles."""
     x, weight = normal(1, N, D), normal(2, 300, D)
     matrix = pieces.frozen(weight)
+    plain = pieces.autodiff.frozen_linear(pieces.array(x, dtype), matrix)
+    assert_close(plain, x @ weight.T, ALLOWED["float32"], dtype="float32", backend=pieces.backend)
     pieces.agree(
         lambda x: pieces.autodiff.frozen_linear(x, matrix),
         [x],

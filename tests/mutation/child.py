@@ -33,7 +33,10 @@ class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self._name:
             return None
-        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
+        inside = [str(self._path.parent)] if self._path.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(
+            fullname, self._path, loader=self, submodule_search_locations=inside
+        )
 
     def get_filename(self, fullname: str) -> str:
         return str(self._path)

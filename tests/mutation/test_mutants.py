@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
+from tests.mutation.child import MutatedModule
 from tests.mutation.mutants import mutants, mutated
 from tests.mutation.run import explained, jobs
 
@@ -42,6 +44,13 @@ def test_a_mutant_changes_one_thing_and_has_a_name_of_its_own() -> None:
     assert len({m.name for m in made}) == len(made) > 12
     texts = {mutated(SOURCE, m) for m in made}
     assert original not in texts and len(texts) == len(made)
+
+
+def test_a_package_keeps_its_modules() -> None:
+    for file, inside in (("__init__.py", ["p"]), ("m.py", None)):
+        found = MutatedModule("p", Path("p", file), "").find_spec("p", None)
+        assert found is not None and found.submodule_search_locations == inside
+        assert found.loader.get_filename("p") == f"p/{file}"
 
 
 def test_explanations_name_mutants_that_exist() -> None:
