@@ -47,20 +47,21 @@ def configuration(results: Path, html: Path) -> Iterator[Path]:
         yield path
 
 
-def asv(config: Path, *arguments: str) -> int:
-    """Runs asv; its exit status."""
+def asv(config: Path, *arguments: str, quiet: bool = False) -> int:
+    """Runs asv; its exit status. quiet: what it prints is not shown."""
     # A path to another copy of the package would be found in every environment. This interpreter
     # comes first, as asv makes its environments with the first of its version that it finds.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [sys.executable, "-m", "asv", arguments[0], "--config", str(config), *arguments[1:]]
-    return subprocess.run(command, env=environment, check=False).returncode
+    out = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command, env=environment, stdout=out, check=False).returncode
 
 
 def run(config: Path, patterns: Iterable[str], options: Sequence[str]) -> int:
     """``asv run`` of the cells that match a pattern; its exit status, 2 when one failed."""
     # asv asks about the machine once; what it finds by itself will do.
-    if asv(config, "machine", "--yes"):
+    if asv(config, "machine", "--yes", quiet=True):
         return 1
     chosen = [argument for pattern in patterns for argument in ("--bench", pattern)]
     return asv(config, "run", "--show-stderr", *chosen, *options)
