@@ -69,7 +69,7 @@ class JaxAutodiff(Autodiff):
             q[None], k[None], v[None], mask=mask, is_causal=mask is None,
             scale=plan.attention.scale,
         )  # fmt: skip
-        return o[0]
+        return o.squeeze(0)
 
     def lora_linear(
         self, x: jax.Array, projection: Projection, dropout: Dropout | None
@@ -88,7 +88,7 @@ class JaxAutodiff(Autodiff):
         return jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
 
     def cross_entropy(self, logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1).squeeze(1)
         return ((jax.nn.logsumexp(logits, axis=-1) - chosen) * weights).sum()
 
 
