@@ -23,6 +23,7 @@ from mesp_core.plain_block import plain_block_backward
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax.jax_backend import JaxBackend, _BoundStage
 from mesp_jax.matrices import JaxDense, StreamedMatrix
+from mesp_jax.programs import Program
 
 
 def test_it_is_registered() -> None:
@@ -102,17 +103,17 @@ def test_masks_are_numpys_bit_for_bit(backend: JaxBackend, x64: bool) -> None:
             np.testing.assert_array_equal(np.asarray(run(dropout, jnp.asarray(first))), expected)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_first_key_tiles_of_traced_segments_are_the_hosts(
-    backend: JaxBackend, window: int | None
-) -> None:
-    segment = np.repeat([0, 1, 2, 5], [70, 3, 150, 40]).astype(np.int32)
-    expected = first_key_tiles(segment.tolist(), backend.tiles.query, backend.tiles.key, window)
-    host = backend.first_key_tiles(segment, window)
-    traced = jax.jit(lambda s: backend.first_key_tiles(s, window))(segment)
-    np.testing.assert_array_equal(host, expected)
-    np.testing.assert_array_equal(traced, expected)
-    assert host.dtype == traced.dtype == np.int32
+def test_first_key_tiles_of_traced_segments_are_the_hosts(backend: JaxBackend) -> None:
+    """A sequence that ends at the first token of a tile; windows from a tile on and before."""
+    segment = np.repeat([0, 1, 2, 5], [65, 150, 3, 45]).astype(np.int32)
+    windows = (None, 5, 65, 66)
+    traced = jax.jit(lambda s: [backend.first_key_tiles(s, window) for window in windows])(segment)
+    for window, found in zip(windows, traced, strict=True):
+        tiles = first_key_tiles(segment.tolist(), backend.tiles.query, backend.tiles.key, window)
+        host = backend.first_key_tiles(segment, window)
+        np.testing.assert_array_equal(host, tiles)
+        np.testing.assert_array_equal(found, tiles)
+        assert host.dtype == found.dtype == np.int32
 
 
 def test_buckets_hold_the_tokens_and_repeat() -> None:
@@ -163,9 +164,9 @@ def test_a_device_is_called_what_it_was_asked_for_as() -> None:
 
 
 def test_float64_is_rounded_by_way_of_float32(backend: JaxBackend) -> None:
-    """As other backends do: beyond half of bfloat16's last place by too little for float32."""
-    above_half = np.array([1.0 + 2.0**-8 + 2.0**-30])
-    assert backend.to_numpy(backend.from_numpy(above_half, "bfloat16"))[0] == 1.0
+    """As other backends do: beyond half of the last place by too little for float32."""
+    above_half = np.array([1.0 + 2.0**-11 + 2.0**-40])
+    assert backend.to_numpy(backend.from_numpy(above_half, "float16"))[0] == 1.0
     with jax.enable_x64(True):
         assert backend.to_numpy(backend.from_numpy(above_half, "float64"))[0] == above_half[0]
 
@@ -192,6 +193,13 @@ def test_streamed_bytes_are_read_where_they_lie() -> None:
     loaded = matrix.load()
     assert isinstance(loaded, JaxDense)
     assert loaded.values.unsafe_buffer_pointer() == values.ctypes.data
+
+
+def test_programs_are_listed_by_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = JaxBackend("cpu")
+    programs = [Program(name, None, ()) for name in "aba"]
+    monkeypatch.setattr(backend._programs, "all", lambda: programs)
+    assert backend.compiled() == programs and backend.compiled("b") == programs[1:2]
 
 
 class Recording:

@@ -74,7 +74,7 @@ _ABOUT_BACKEND = {
         "autodiff": "methods/test_pieces",
         "bridge": "jax/test_bridge",
         "components": "jax/test_components",
-        "jax_backend": "jax/test_backend",
+        "jax_backend": "jax/test_backend jax/test_components",
         "loops": "jax/test_loops",
         "matrices": "jax/test_matrices",
         "namespace": "jax/test_signatures",
