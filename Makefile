@@ -34,7 +34,7 @@ docs: .venv/installed-test
 	$(PIP) -e '.[docs]'
 	$(BIN)/pdoc --output-directory build/docs mesp_core mesp_jax mesp_mlx mesp_torch mesp_reference
 
-# The whole matrix, JAX's every case too: about half an hour.
+# The whole matrix, JAX's every case too: some ten minutes.
 conformance: .venv/installed-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -q tests/conformance --every-case
 
