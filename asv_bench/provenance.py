@@ -29,6 +29,9 @@ def problems(runs: Iterable[Run], repository: Path) -> list[str]:
         if hashes[run.commit] is None:
             found.append(f"{where} is no commit of this repository")
         elif measured is None:
+            # A commit that could not be built has no figures either.
+            if not run.values:
+                continue
             found.append(f"{where} does not tell which source was measured")
         elif measured != hashes[run.commit]:
             owner = owners.get(measured)

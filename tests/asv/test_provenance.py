@@ -76,6 +76,15 @@ def test_a_result_without_a_hash_is_refused(repository: Path, tmp_path: Path) ->
     assert "does not tell" in problem
 
 
+def test_a_commit_that_could_not_be_built_is_no_fault(repository: Path, tmp_path: Path) -> None:
+    first = commits(repository)[0]
+    folder = tmp_path / "results"
+    store(folder, BENCHMARKS, first, None, lambda *cell: None)
+    (run,) = load_runs(folder)
+    assert not run.values and run.failed
+    assert problems([run], repository) == []
+
+
 def test_a_result_of_an_unknown_commit_is_refused(repository: Path, tmp_path: Path) -> None:
     (problem,) = problems(load_runs(results(tmp_path / "results", {"1" * 40: 7})), repository)
     assert "no commit of this repository" in problem
