@@ -95,12 +95,15 @@ class Browser:
                 raise TimeoutError(f"never true: {condition}; errors: {self.errors}")
             time.sleep(0.05)
 
-    def screenshot(self, path: Path, *, dark: bool = False, width: int = 1200) -> None:
-        """The whole page as a PNG."""
+    def show(self, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+        """The window's size, and whether a page is asked to be dark."""
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[theme])
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as a PNG."""
         shot = self.send("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 

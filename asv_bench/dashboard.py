@@ -4,13 +4,15 @@ makes, and published: asv's pages, and beside them one page that tells it at a g
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from asv_bench import offline, provenance, report, running, suites
-from asv_bench.measured import load_runs
+from asv_bench.measured import HASH, Run, load_runs
 
 COMMITS = 15
 
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with running.configuration(running.RESULTS, running.HTML) as config:
         if not options.publish and not measure(config, options):
             return 2
-        return publish(config, running.RESULTS, running.HTML)
+    return publish(running.RESULTS, running.HTML)
 
 
 def measure(config: Path, options: argparse.Namespace) -> bool:
@@ -52,7 +54,7 @@ def last_commits(count: int) -> list[str]:
     return running.git("rev-list", "--first-parent", f"--max-count={count}", "HEAD").split()
 
 
-def publish(config: Path, results: Path, html: Path) -> int:
+def publish(results: Path, html: Path) -> int:
     """Makes the pages from what has been measured; exit status 1, and no pages, when a result is
     not of its commit's source."""
     runs = load_runs(results)
@@ -60,13 +62,27 @@ def publish(config: Path, results: Path, html: Path) -> int:
     if faults or not runs:
         print(*(faults or ["nothing has been measured"]), sep="\n", file=sys.stderr)
         return 1
-    status = running.asv(config, "publish")
+    with tempfile.TemporaryDirectory(prefix="mesp-publish-") as folder:
+        shown = Path(folder) / "results"
+        shutil.copytree(results, shown)
+        keep_measured(shown / "benchmarks.json", runs)
+        with running.configuration(shown, html) as config:
+            status = running.asv(config, "publish")
     if status:
         return status
     offline.localise(html)
     (html / "report.html").write_text(report.page(runs, running.ROOT), encoding="utf-8")
     print(f"published: {html / 'report.html'}, and asv's pages {html / 'index.html'}")
     return 0
+
+
+def keep_measured(file: Path, runs: Sequence[Run]) -> None:
+    """Takes from asv's list of benchmarks those without a figure, whose graphs its pages would not
+    find, and the hash, which is none."""
+    measured = {cell.partition("(")[0] for run in runs for cell in run.values} - {HASH}
+    listed = json.loads(file.read_text("utf-8"))
+    kept = {name: value for name, value in listed.items() if name in {"version", *measured}}
+    file.write_text(json.dumps(kept), encoding="utf-8")
 
 
 if __name__ == "__main__":

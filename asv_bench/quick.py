@@ -35,12 +35,12 @@ def main() -> int:
             )
             if status not in (0, 2):
                 return status
-            benchmarks = json.loads((results / "benchmarks.json").read_text())
-            faults = complaints(benchmarks, load_runs(results))
-            if faults:
-                print(*faults, sep="\n", file=sys.stderr)
-                return 1
-            return dashboard.publish(config, results, html)
+        benchmarks = json.loads((results / "benchmarks.json").read_text())
+        faults = complaints(benchmarks, load_runs(results))
+        if faults:
+            print(*faults, sep="\n", file=sys.stderr)
+            return 1
+        return dashboard.publish(results, html)
 
 
 def complaints(benchmarks: Mapping[str, Any], runs: Iterable[Run]) -> list[str]:

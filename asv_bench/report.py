@@ -45,7 +45,7 @@ def _standard(name: str, *more: object, tokens: int = 256) -> Callable[[Run, str
 
 _time = _standard("step.Step.time_step")
 _peak = _standard("step.StepMemory.track_peak_bytes_step")
-_long_peak = _standard("step.StepMemory.track_peak_bytes_step", tokens=1024)
+_growing = [_standard("step.StepMemory.track_peak_bytes_step", tokens=n) for n in (1024, 2048)]
 _error = _standard("step.Step.track_gradient_error")
 _share = _standard("step.Step.track_gemm_share")
 _mebp = _standard("methods.Method.time_method", "mebp")
@@ -65,10 +65,10 @@ def over_mebp(run: Run, backend: str) -> float | None:
 
 def rows_per_token(run: Run, backend: str) -> float | None:
     """Growth of the peak for each further token, in rows of D float32 values."""
-    short, long = _peak(run, backend), _long_peak(run, backend)
+    short, long = (read(run, backend) for read in _growing)
     if short is None or long is None:
         return None
-    return (long - short) / (1024 - 256) / (4 * synthetic.HIDDEN)
+    return (long - short) / (2048 - 1024) / (4 * synthetic.HIDDEN)
 
 
 def _times(value: float) -> str:
@@ -118,7 +118,7 @@ MEASURES = (
     Measure(
         "Growth of the peak per token",
         "Growth per token",
-        "in rows of D float32 values, 256 to 1024 tokens",
+        "in rows of D float32 values, from 1024 to 2048 tokens",
         rows_per_token,
         _rows,
         Limit(synthetic.LAYERS + 10, f"bound L + 10 = {synthetic.LAYERS + 10}"),
@@ -253,9 +253,13 @@ def _change(values: Sequence[float | None]) -> str:
     before, best = values[-1] / earlier[-1] - 1.0, values[-1] / min(earlier) - 1.0
     kind = "bad" if before > 0.05 else "good" if before < -0.05 else ""
     return (
-        f'<dd class="change"><span class="{kind}">{before:+.1%} on the commit before</span>, '
-        f"{best:+.1%} on the best</dd>"
+        f'<dd class="change"><span class="{kind}">{_percent(before)} on the commit before</span>, '
+        f"{_percent(best)} on the best</dd>"
     )
+
+
+def _percent(change: float) -> str:
+    return f"{change:+.0%}" if abs(change) >= 0.1 else f"{change:+.1%}"
 
 
 def _charts(runs: Sequence[Run], names: dict[str, str]) -> str:

@@ -22,7 +22,7 @@ QUICK = (
 SHORT = (
     SOURCE,
     r"^(step|block|methods)\..*" + _STANDARD,
-    r"^step\.StepMemory.*\('[a-z]+', 1024, 8, 'float32'\)",
+    r"^step\.StepMemory.*\('[a-z]+', (1024|2048), 8, 'float32'\)",
 )
 
 #: For two commits, one of which may be the worse.

@@ -4,7 +4,7 @@ its bare matrix products would take."""
 from __future__ import annotations
 
 from benchmarks.accuracy import gradient_error
-from benchmarks.common import Case, MemoryCase
+from benchmarks.common import BACKENDS, Case, MemoryCase
 from benchmarks.products import gemm_share
 
 
@@ -28,6 +28,9 @@ class Step(Case):
 
 
 class StepMemory(MemoryCase):
+    # From 1024 tokens on every tile has its full size, and what grows is one row a token.
+    params = (BACKENDS, (256, 1024, 2048), (8,), ("float32", "bfloat16"))
+
     def track_peak_bytes_step(self, *params: object) -> int:
         return self.peak_bytes
 

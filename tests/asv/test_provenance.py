@@ -97,7 +97,7 @@ def test_a_dashboard_of_such_results_is_not_published(
     shared = tree_hash(repository, first)
     folder = results(tmp_path / "results", {first: shared, second: shared})
     monkeypatch.setattr(running, "ROOT", repository)
-    assert dashboard.publish(tmp_path / "unread.json", folder, tmp_path / "html") == 1
+    assert dashboard.publish(folder, tmp_path / "html") == 1
     assert not (tmp_path / "html").exists()
     assert "another source" in capsys.readouterr().err
 
@@ -106,5 +106,5 @@ def test_nothing_measured_is_nothing_published(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "results").mkdir()
-    assert dashboard.publish(tmp_path / "c.json", tmp_path / "results", tmp_path / "html") == 1
+    assert dashboard.publish(tmp_path / "results", tmp_path / "html") == 1
     assert "nothing has been measured" in capsys.readouterr().err
