@@ -101,10 +101,12 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=[theme])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
+        # A page that is opened before the window has its size may be resized while it is made.
+        self.wait(f"innerWidth === {width} && innerHeight === {height}")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True)
+        """What the window shows, as a PNG."""
+        shot = self.send("Page.captureScreenshot")
         path.write_bytes(base64.b64decode(shot["data"]))
 
 

@@ -48,12 +48,12 @@ def chart(
     top = max([*known, limit.value if limit else 0.0]) * 1.08 or 1.0
     frame = _Frame(len(commits), top)
     parts = [*_axes(frame, commits, form)]
+    for each, place in zip(series, _ends(frame, series), strict=True):
+        parts += _line(frame, each, place)
     if limit is not None:
         y = frame.y(limit.value)
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="limit" x="{LEFT + 4}" y="{y - 4}">{escape(limit.label)}</text>')
-    for each, place in zip(series, _ends(frame, series), strict=True):
-        parts += _line(frame, each, place)
     body = "".join(parts)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}</svg>'

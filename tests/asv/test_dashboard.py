@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asv_bench import offline
+from asv_bench import look, offline
 from asv_bench.browser import Browser, browser, find, served
 from tests.asv.conftest import COUNT, Published
 from tests.asv.fabricate import HASH
@@ -110,7 +110,7 @@ def test_the_report_draws_every_chart(
     address: str, chromium: Browser, dark: bool, tmp_path: Path
 ) -> None:
     chromium.errors.clear()
-    chromium.show(dark=dark)
+    chromium.show(height=2400, dark=dark)
     chromium.open(f"{address}/report.html")
     chromium.screenshot(tmp_path / "report.png")
     for backend in ("mlx", "jax", "torch"):
@@ -123,6 +123,17 @@ def test_the_report_draws_every_chart(
     assert page == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
     assert chromium.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert chromium.errors == []
+
+
+@needs_chromium
+def test_pictures_are_taken_of_every_page(
+    address: str, published: Published, tmp_path: Path
+) -> None:
+    assert look.pictures(published.html, tmp_path) == []
+    taken = {path.stem: path.stat().st_size for path in tmp_path.glob("*.png")}
+    assert taken.keys() == {name for name, *_ in look.PICTURES}
+    # A PNG of an empty page of this size has a few thousand bytes.
+    assert min(taken.values()) > 12_000
 
 
 @needs_chromium
