@@ -17,8 +17,8 @@ from mesp_core.formulas.lora_linear import Projection
 from mesp_core.formulas.rope import rope_forward
 from mesp_core.head import Head, HeadPlan
 from mesp_core.plain_block import plain_block, plain_head
-from mesp_jax.matrices import load_streamed
 from mesp_jax.namespace import XP
+from mesp_jax.streamed import load_streamed
 
 
 class JaxAutodiff(Autodiff):

@@ -18,9 +18,9 @@ from mesp_core.formulas.attention import (
 from mesp_core.formulas.loops import tile_count
 from mesp_core.operations import Component, Operations, formula_operations
 from mesp_jax.loops import LOOPS
-from mesp_jax.matrices import load_streamed
 from mesp_jax.namespace import XP
 from mesp_jax.programs import Programs
+from mesp_jax.streamed import load_streamed
 
 _REASONS = {
     "attention": "the formula, its tiles in XLA loops; tokens padded to whole key tiles",

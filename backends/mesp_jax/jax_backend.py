@@ -25,10 +25,10 @@ from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax.autodiff import JaxAutodiff
 from mesp_jax.components import operations
 from mesp_jax.loops import LOOPS
-from mesp_jax.matrices import StreamedMatrix, load_streamed
 from mesp_jax.namespace import XP
 from mesp_jax.programs import Program, Programs
 from mesp_jax.pytrees import register_pytrees
+from mesp_jax.streamed import StreamedMatrix, load_streamed
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _INTEGERS = ("int32", "uint32", "uint8", "int8", "uint16", "bool")
@@ -161,7 +161,8 @@ class JaxBackend(Backend):
 
     def frozen(self, stored: StoredMatrix, dtype: str, residency: str) -> FrozenMatrix:
         wide = self.dtype("float64" if dtype == "float64" else "float32").name
-        matrix = StreamedMatrix(stored, wide, self.tiles.weights, self._put)
+        on_host = self.jax_device.platform == "cpu"
+        matrix = StreamedMatrix(stored, wide, self.tiles.weights, self._put, fetched=on_host)
         if residency == "streamed":
             return matrix
         # Bytes of its own: JAX may read a mapped file's where they lie.

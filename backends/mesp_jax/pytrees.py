@@ -18,6 +18,7 @@ from mesp_core.formulas.lora_linear import LoraGradients, LoraLinearSaved, Proje
 from mesp_core.formulas.rms_norm import RmsNormSaved
 from mesp_core.head import Head
 from mesp_jax.matrices import JaxDense, JaxQuantized
+from mesp_jax.streamed import FetchedMatrix
 
 #: Class: the fields that are traced, the fields that are compiled for.
 _FIELDS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -46,6 +47,7 @@ _FIELDS: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
     QuantizedMatrix: (("codes", "scales", "biases"), ("bits", "group", "xp", "loops")),
     JaxDense: (("values",), ("dtype", "tile_weights")),
     JaxQuantized: (("arrays",), ("layout", "dtype", "tile_weights")),
+    FetchedMatrix: (("number",), ("shape", "layout", "forms", "dtype", "tile_weights")),
 }
 
 

@@ -30,6 +30,12 @@ class Layout:
     order: str
     inside: tuple[tuple[int, int, str], ...] | None = None
 
+    def groups(self, columns: int, width: int) -> int:
+        """Groups in a tile of ``columns`` of ``width``; ValueError where one would be cut."""
+        if columns % self.group and columns < width:
+            raise ValueError(f"a tile of {columns} columns does not fall on groups of {self.group}")
+        return -(-columns // self.group)
+
     def parts(self, arrays: Arrays) -> Arrays:
         """codes [out, in / group, bytes], scales and perhaps biases [out, in / group]."""
         if self.inside is None:
@@ -55,15 +61,17 @@ class Layout:
         return values.reshape(values.shape[0], -1)
 
 
-def arrays_of(stored: StoredMatrix) -> tuple[Layout, list[np.ndarray]]:
-    """The layout of a stored matrix, and its bytes as NumPy arrays, of which none is copied
-    where the rows are in logical order."""
+def arrays_of(stored: StoredMatrix) -> tuple[Layout | None, list[np.ndarray]]:
+    """The layout of a stored matrix (None: values as they are) and views of its bytes, rows in
+    stored order."""
+    if stored.values is not None:
+        return None, [_floats(stored.values)]
     form = (stored.bits, stored.group, stored.zero, stored.order)
     parts = [part for part in (stored.codes, stored.scales, stored.biases) if part is not None]
     inside = _interleaved(parts)
     if inside is None:
-        arrays = [parts[0], *(stored_floats(part) for part in parts[1:])]
-        return Layout(*form), [_in_order(a, stored.row_order) for a in arrays]
+        arrays = [parts[0], *(_floats(part) for part in parts[1:])]
+        return Layout(*form), arrays
     first = min(parts, key=lambda part: part.ctypes.data)
     rows, groups = first.shape[:2]
     length = sum(width for _, width, _ in inside)
@@ -71,16 +79,12 @@ def arrays_of(stored: StoredMatrix) -> tuple[Layout, list[np.ndarray]]:
     blocks = np.lib.stride_tricks.as_strided(
         octets.view(np.uint8), (rows, groups, length), (*first.strides[:2], 1), writeable=False
     )
-    return Layout(*form, inside), [_in_order(blocks, stored.row_order)]
+    return Layout(*form, inside), [blocks]
 
 
-def stored_floats(values: np.ndarray) -> np.ndarray:
-    """Stored floats in their own dtype; uint16 holds bfloat16. float64 stays one under x64."""
-    if values.dtype == np.uint16:
-        return values.view(jnp.bfloat16)
-    if values.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        return values.astype(np.float32)
-    return values
+def _floats(values: np.ndarray) -> np.ndarray:
+    """Stored floats in their own dtype; uint16 holds bfloat16."""
+    return values.view(jnp.bfloat16) if values.dtype == np.uint16 else values
 
 
 def unpack(codes: jax.Array, bits: int, order: str) -> jax.Array:
@@ -142,7 +146,3 @@ def _interleaved(parts: list[np.ndarray]) -> tuple[tuple[int, int, str], ...] | 
             return None
         at += width
     return tuple(inside) if strides == (groups * at, at) and rows else None
-
-
-def _in_order(array: np.ndarray, order: np.ndarray | None) -> np.ndarray:
-    return array if order is None else np.take(array, order, axis=0)

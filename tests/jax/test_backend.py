@@ -22,8 +22,9 @@ from mesp_core.host_memory import return_free_memory
 from mesp_core.plain_block import plain_block_backward
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax.jax_backend import JaxBackend, _BoundStage
-from mesp_jax.matrices import JaxDense, StreamedMatrix
+from mesp_jax.matrices import JaxDense
 from mesp_jax.programs import Program
+from mesp_jax.streamed import StreamedMatrix
 
 
 def test_it_is_registered() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,59 +10,10 @@ import pytest
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax import matrices
 from mesp_jax.jax_backend import JaxBackend
-from mesp_jax.matrices import JaxDense, JaxQuantized, StreamedMatrix, load_streamed
+from mesp_jax.matrices import JaxDense, JaxQuantized
 from mesp_jax.quantized import Layout
 from mesp_reference.check.compare import assert_close
-from mesp_reference.check.tolerances import bound
-
-OUT, IN, N, GROUP = 300, 64, 5, 32
-ALLOWED = bound("float32", bound("float32"))
-
-
-def dense(dtype: str) -> StoredMatrix:
-    values = np.random.default_rng(1).normal(size=(OUT, IN)).astype(np.float32)
-    if dtype == "bfloat16":
-        return StoredMatrix(values=(values.view(np.uint32) >> 16).astype(np.uint16))
-    return StoredMatrix(values=values.astype(dtype))
-
-
-def quantized(bits: int) -> StoredMatrix:
-    generator = np.random.default_rng(bits)
-    groups = IN // GROUP
-    return StoredMatrix(
-        codes=generator.integers(0, 256, (OUT, groups, GROUP * bits // 8), dtype=np.uint8),
-        scales=generator.normal(size=(OUT, groups)).astype(np.float16),
-        biases=generator.normal(size=(OUT, groups)).astype(np.float16),
-        bits=bits,
-        group=GROUP,
-    )
-
-
-def blocks() -> StoredMatrix:
-    """Scale, bias and codes interleaved as in GGUF's q4_1, rows in another order."""
-    generator = np.random.default_rng(7)
-    groups = IN // GROUP
-    raw = generator.integers(0, 256, (OUT, groups, 4 + GROUP // 2), dtype=np.uint8)
-    raw[:, :, :4] = generator.normal(size=(OUT, groups, 2)).astype(np.float16).view(np.uint8)
-    halves = raw[:, :, :4].view(np.float16)
-    return StoredMatrix(
-        codes=raw[:, :, 4:],
-        scales=halves[:, :, 0],
-        biases=halves[:, :, 1],
-        bits=4,
-        group=GROUP,
-        order="halves",
-        row_order=generator.permutation(OUT),
-    )
-
-
-#: ``test_quantized.py`` has every form of bytes.
-STORED: dict[str, Callable[[], StoredMatrix]] = {
-    "float32": lambda: dense("float32"),
-    "bfloat16": lambda: dense("bfloat16"),
-    "4 bits": lambda: quantized(4),
-    "q4_1": blocks,
-}
+from tests.jax.stored import ALLOWED, GROUP, IN, OUT, STORED, N, quantized
 
 
 def test_column_tiles_fall_on_groups(backend: JaxBackend) -> None:
@@ -112,33 +60,6 @@ def test_no_tile_is_widened_before_its_index_is_known() -> None:
     assert "optimization_barrier" in str(traced) and "optimization_barrier" not in str(eager)
 
 
-def test_a_streamed_matrix_is_its_rows_in_logical_order(backend: JaxBackend) -> None:
-    values, order = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([2, 0, 1])
-    stored = StoredMatrix(values=values, row_order=order)
-    matrix, logical = backend.frozen(stored, "float32", "streamed"), values[order]
-    np.testing.assert_array_equal(matrix.matmul(jnp.eye(4)), logical.T)
-    np.testing.assert_array_equal(matrix.matmul_t(jnp.eye(3)), logical)
-    np.testing.assert_array_equal(matrix.tile(0, 2, 0).values, logical[:2])
-
-
-def test_whether_anything_was_streamed_is_told(backend: JaxBackend) -> None:
-    tree = {"a": [1, 2.0]}
-    assert load_streamed(tree) == (tree, False)
-    matrix = backend.frozen(dense("float32"), "float32", "streamed")
-    loaded, streamed = load_streamed({"a": [1, matrix]})
-    assert streamed and loaded["a"][0] == 1 and isinstance(loaded["a"][1], JaxDense)
-
-
-def test_what_is_loaded_is_packed(backend: JaxBackend) -> None:
-    """One transfer of GGUF's interleaved blocks as they are, and nothing decoded."""
-    stored = replace(blocks(), row_order=None)
-    matrix = backend.frozen(stored, "float32", "streamed")
-    assert isinstance(matrix, StreamedMatrix)
-    loaded = matrix.load()
-    assert isinstance(loaded, JaxQuantized)
-    assert [a.nbytes for a in loaded.arrays] == [stored.nbytes]
-
-
 def test_resident_bytes_are_a_copy(backend: JaxBackend) -> None:
     values = np.ones((OUT, IN), np.float32)
     matrix = backend.frozen(StoredMatrix(values=values), "float32", "resident")
@@ -161,5 +82,6 @@ def test_products_and_rows(backend: JaxBackend, form: str) -> None:
     rows = np.array([0, 299, 7, 7], np.int32)
     resident = backend.frozen(stored, "float32", "resident")
     for held in (matrix, resident):
+        assert held.shape == stored.shape
         taken = held.take(backend.from_numpy(rows))
         assert_close(taken, values[rows], ALLOWED, backend=backend, dtype="float32")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mesp_core.stored_matrix import StoredMatrix
-from mesp_jax.quantized import arrays_of, stored_floats
+from mesp_jax.quantized import arrays_of
 
 OUT, GROUPS, GROUP = 3, 2, 32
 ORDER = np.array([2, 0, 1])
@@ -73,7 +73,7 @@ TOGETHER = ("q4_0", "q4_1", "q8_0", "codes first", "float32 blocks", "bfloat16 b
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bytes_are_handed_over_as_they_lie_or_in_logical_order(form: str) -> None:
+def test_bytes_are_handed_over_as_they_lie(form: str) -> None:
     stored = FORMS[form]
     layout, arrays = arrays_of(stored)
     assert len(arrays) == (1 if form in TOGETHER else 2 + (stored.biases is not None))
@@ -83,17 +83,16 @@ def test_bytes_are_handed_over_as_they_lie_or_in_logical_order(form: str) -> Non
     reordered, others = arrays_of(replace(stored, row_order=ORDER))
     assert reordered == layout
     for array, other in zip(arrays, others, strict=True):
-        np.testing.assert_array_equal(other, array[ORDER])
+        np.testing.assert_array_equal(other, array)
 
 
-@pytest.mark.parametrize("x64", [False, True])
-def test_stored_floats_keep_their_dtype_where_jax_has_it(x64: bool) -> None:
-    with jax.enable_x64(x64):
-        assert stored_floats(np.ones(2, np.float64)).dtype == ("float64" if x64 else "float32")
-        for dtype in (np.float32, np.float16):
-            values = np.ones(2, dtype)
-            assert stored_floats(values) is values
-        assert stored_floats(np.array([0x3F80], np.uint16)) == 1.0
+def test_dense_values_are_handed_over_as_they_lie() -> None:
+    for dtype in (np.float64, np.float32, np.float16):
+        values = np.ones((1, 2), dtype)
+        layout, arrays = arrays_of(StoredMatrix(values=values))
+        assert layout is None and len(arrays) == 1 and arrays[0] is values
+    _, (bfloat16,) = arrays_of(StoredMatrix(values=np.array([[0x3F80]], np.uint16)))
+    assert bfloat16.dtype == "bfloat16" and bfloat16 == 1.0
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_parts_that_do_not_fill_their_blocks_are_handed_over_apart(spoil: str) -
         scales = np.broadcast_to(scales[:, :1], scales.shape)
     stored = replace(whole, codes=codes, scales=scales)
     layout, arrays = arrays_of(stored)
-    assert layout.inside is None and len(arrays) == 2
+    assert layout is not None and layout.inside is None and len(arrays) == 2
     assert (layout.bits, layout.group, layout.zero) == (4, GROUP, 8)
     for array, part in zip(arrays, (codes, scales), strict=True):
         assert array is part
@@ -129,5 +128,6 @@ def test_parts_that_do_not_fill_their_blocks_are_handed_over_apart(spoil: str) -
 def test_values_are_those_of_the_stored_matrix(form: str) -> None:
     stored = FORMS[form]
     layout, arrays = arrays_of(stored)
+    assert layout is not None
     values = jax.jit(lambda *a: layout.values(a, "float32"))(*(jnp.asarray(a) for a in arrays))
     np.testing.assert_allclose(values, stored.decode(dtype=np.float32), rtol=1e-6, atol=1e-6)

@@ -77,6 +77,7 @@ _ABOUT_BACKEND = {
         "jax_backend": "jax/test_backend jax/test_components",
         "loops": "jax/test_loops",
         "matrices": "jax/test_matrices",
+        "streamed": "jax/test_streamed",
         "namespace": "jax/test_signatures",
         "programs": "jax/test_signatures",
         "pytrees": "jax/test_signatures",
