@@ -87,6 +87,10 @@ class JaxBackend(Backend):
         """One program for every block. Only the lowest needs no dx, and to compile another without
         it costs more than to compute and drop it. dx takes the memory of dout."""
         wanted = static.pop("input_gradient", True)
+        if stage is plain_block_backward:
+            # The head's gradient is wider than a block's, and would need a program of its own.
+            dout, x, *others = arguments
+            arguments = (dout.astype(x.dtype), x, *others)
         bound = _BoundStage(stage, self)
         dx, gradients = self._programs.run(bound, arguments, static, name=stage.__name__, donate=1)
         return (dx if wanted else None), gradients

@@ -208,12 +208,14 @@ class Recording:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], int]] = []
+        self.dtypes: list[str] = []
 
     def run(
         self, function: Any, args: tuple[Any, ...], options: dict[str, Any], *, name: str,
         donate: int = 0,
     ) -> Any:  # fmt: skip
         self.asked.append((name, dict(options), donate))
+        self.dtypes.append(str(getattr(args[0], "dtype", "")))
         return "dx", "gradients"
 
 
@@ -221,11 +223,15 @@ def test_one_program_runs_every_block_backward() -> None:
     """It always computes dx, in the memory of dout; the lowest block drops it."""
     backend = JaxBackend("cpu")
     backend._programs = recording = Recording()  # type: ignore[assignment]
+    dout, x = jnp.ones((1, 2), jnp.float32), jnp.ones((1, 2), jnp.bfloat16)
     for stage in (block_backward, plain_block_backward):
         for static, dx in (({}, "dx"), ({"input_gradient": True}, "dx")):
-            assert backend.run(stage, 1, **static) == (dx, "gradients")
-        assert backend.run(stage, 1, input_gradient=False, store_h=True) == (None, "gradients")
+            assert backend.run(stage, dout, x, **static) == (dx, "gradients")
+        lowest = {"input_gradient": False, "store_h": True}
+        assert backend.run(stage, dout, x, **lowest) == (None, "gradients")
         name = stage.__name__
+        # A plain block's dout is as wide as its input; so is the head's then.
+        assert recording.dtypes[-1] == ("bfloat16" if stage is plain_block_backward else "float32")
         assert recording.asked[-3:] == [(name, {}, 1), (name, {}, 1), (name, {"store_h": True}, 1)]
     assert backend.run(block_forward, 1, input_gradient=False) == ("dx", "gradients")
     assert recording.asked[-1] == ("block_forward", {"input_gradient": False}, 0)
