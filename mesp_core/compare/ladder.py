@@ -64,6 +64,15 @@ class Shapes:
         return self.tokens * (4 * c.hidden + self.heads + 4 * c.ffn + 7 * self.rank) * self.kept
 
     @property
+    def block_at_most(self) -> int:
+        """The same where a framework keeps more than it needs, as JAX does: two of D and the scores
+        twice in the accumulation dtype beside the dtype of the block, a mask, six of F."""
+        c = self.config
+        wider = 2 * c.hidden * self.wide + 2 * c.ffn * self.kept
+        scores = c.heads * self.tokens**2 * (2 * self.wide + self.kept + 1)
+        return self.block + self.tokens * wider + scores
+
+    @property
     def input(self) -> int:
         return self.tokens * self.config.hidden * self.kept
 
@@ -83,13 +92,12 @@ class Shapes:
 
 def _checkpoints(s: Shapes) -> Estimate:
     others = s.config.layers - 1
-    low = others * (s.block - s.input)
     return Estimate(
-        low,
-        low + 2 * others * s.scores,
-        f"{others} blocks keep their input of {megabytes(s.input)} MB instead of "
-        f"{megabytes(s.block)} MB of intermediate results, and of H·N² attention scores where the "
-        f"framework keeps those, {megabytes(s.scores)} MB an array",
+        others * (s.block - s.input),
+        others * (s.block_at_most - s.input),
+        f"{others} blocks keep their input of {megabytes(s.input)} MB instead of the "
+        f"{megabytes(s.block)} MB of intermediate results that derivatives need, or the "
+        f"{megabytes(s.block_at_most)} MB that JAX keeps, H·N² attention scores among them",
     )
 
 
@@ -98,24 +106,32 @@ def _streaming(s: Shapes) -> Estimate:
 
 
 def _head(s: Shapes) -> Estimate:
-    plain = s.block + 2 * s.tokens * s.config.ffn * s.kept
+    least, most = _plain_backward(s)
     return Estimate(
-        max(0, 2 * s.logits - plain - 2 * s.scores),
-        max(0, 4 * s.logits - plain),
+        max(0, 2 * s.logits - most),
+        max(0, 4 * s.logits - least),
         f"2 to 4 arrays of N·V logits, {megabytes(s.logits)} MB each, no longer tower above a "
-        f"block's {megabytes(plain)} MB",
+        f"block's {megabytes(least)} to {megabytes(most)} MB",
     )
 
 
 def _by_hand(s: Shapes) -> Estimate:
-    plain = s.block + 2 * s.tokens * s.config.ffn * s.kept
+    least, most = _plain_backward(s)
     ours = s.hand_written(s.config.ffn, s.tokens**2)
     return Estimate(
-        max(0, plain - ours),
-        max(0, plain + 4 * s.scores + 3 * s.tokens * s.config.ffn * s.kept - ours),
-        f"a plain block and its gradients come to {megabytes(plain)} MB and up to 4 arrays of "
-        f"scores; hand-written passes that free early have {megabytes(ours)} MB at most",
+        max(0, least - ours),
+        max(0, most - ours),
+        f"a plain block and its gradients come to {megabytes(least)} to {megabytes(most)} MB; "
+        f"hand-written passes that free early have {megabytes(ours)} MB at most",
     )
+
+
+def _plain_backward(s: Shapes) -> tuple[int, int]:
+    """Bytes of a plain block with two gradients of F features, and at most of the accumulation
+    dtype and with those of the scores."""
+    features = 2 * s.tokens * s.config.ffn
+    scores = s.config.heads * s.tokens**2
+    return s.block + features * s.kept, s.block_at_most + (features + scores) * s.wide
 
 
 def _low_rank(s: Shapes) -> Estimate:
