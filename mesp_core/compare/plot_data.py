@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from statistics import median
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -210,16 +211,11 @@ def thinned(
     return tuple(pairs[index] for index in sorted(kept))
 
 
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """The mean of the ``width`` values around each one, of fewer near the ends."""
-    totals = [0.0]
-    for value in values:
-        totals.append(totals[-1] + value)
-    means = []
-    for index in range(len(values)):
-        first, last = max(0, index - width // 2), min(len(values), index + width // 2 + 1)
-        means.append((totals[last] - totals[first]) / (last - first))
-    return means
+def running_median(values: Sequence[float], width: int) -> list[float]:
+    """The median of the ``width`` values around each one, of fewer near the ends: one odd text has
+    several times the loss of others, and would carry a mean along."""
+    half = width // 2
+    return [median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 @dataclass(frozen=True)

@@ -167,50 +167,53 @@ def _table(
 
 
 def losses(theme: Theme, curves: Sequence[Curve], report: Row) -> Sheet:
-    """Loss against step: each step thin, the running mean thick, how far apart in words."""
-    width = max(1, max(len(curve.steps) for curve in curves) // 25)
+    """Loss against step: each step thin, the running median thick, how far apart in words. The
+    axis is the medians'."""
+    width = max(1, max(len(curve.steps) for curve in curves) // 15)
     words = [plot_data.setting_words(plot_data.curve_setting(report), report)]
     if width > 1:
-        words.append(f"thin: each step, thick: mean of {width} steps")
+        words.append(f"thick: median of {width} steps, thin: each step, cut off at the edges")
     setting = "; ".join(filter(None, words))
     top, high, left = header_height(setting) + 0.1, 3.0, 0.75
     sheet = Sheet(theme, top + high + 0.55, "Training loss", setting)
-    means = [plot_data.running_mean(curve.losses, width) for curve in curves]
+    medians = [plot_data.running_median(curve.losses, width) for curve in curves]
     labels = [
-        (f"{curve.method} {mean[-1]:.3f}", _apart(curve, curves[0]))
-        for curve, mean in zip(curves, means, strict=True)
+        (f"{curve.method} {line[-1]:.3f}", _apart(curve, curves[0]))
+        for curve, line in zip(curves, medians, strict=True)
     ]
     right = 0.4 + max(
         max(sheet.width_of(name, weight="bold"), sheet.width_of(note)) for name, note in labels
     )
     across = WIDTH - left - right
     frame = Frame(sheet.axes(left, top, across, high), left, top, across, high)
-    _loss_axes(frame.axes, theme, curves)
-    for curve, mean in zip(curves, means, strict=True):
-        _curve(frame.axes, theme, curve, mean, width)
-    _loss_labels(sheet, frame, curves, [mean[-1] for mean in means], labels)
+    _loss_axes(frame.axes, theme, curves, medians)
+    for curve, line in zip(curves, medians, strict=True):
+        _curve(frame.axes, theme, curve, line, width)
+    _loss_labels(sheet, frame, curves, [line[-1] for line in medians], labels)
     middle = left + across / 2
     sheet.text(middle, sheet.height - 0.17, "step", colour=theme.muted, ha="center")
     return sheet
 
 
-def _loss_axes(axes: Axes, theme: Theme, curves: Sequence[Curve]) -> None:
-    values = [loss for curve in curves for loss in curve.losses]
+def _loss_axes(
+    axes: Axes, theme: Theme, curves: Sequence[Curve], medians: Sequence[Sequence[float]]
+) -> None:
+    values = [loss for line in medians for loss in line]
     steps = [step for curve in curves for step in curve.steps]
-    room = (max(values) - min(values)) * 0.05 or 0.1
+    room = (max(values) - min(values)) * 0.1 or 0.1
     axes.set_ylim(min(values) - room, max(values) + room)
     axes.set_xlim(min(steps), max(steps))
     axes.grid(axis="y", color=theme.grid, linewidth=0.7)
 
 
-def _curve(axes: Axes, theme: Theme, curve: Curve, mean: Sequence[float], width: int) -> None:
+def _curve(axes: Axes, theme: Theme, curve: Curve, line: Sequence[float], width: int) -> None:
     colour, dashes = theme.colour(curve.method), MARKS.get(curve.method, OTHER_MARK)[1]
     if width > 1:
         x, y = zip(*plot_data.thinned(curve.steps, curve.losses), strict=True)
         axes.plot(
-            x, y, color=colour, linewidth=0.6, alpha=0.45, gid=identifier("each", curve.method)
+            x, y, color=colour, linewidth=0.6, alpha=0.3, gid=identifier("each", curve.method)
         )
-    x, y = zip(*plot_data.thinned(curve.steps, mean), strict=True)
+    x, y = zip(*plot_data.thinned(curve.steps, line), strict=True)
     # A wide line below a narrow one shows where two methods have the same loss.
     thick, order = (4.5, 2) if curve.method == "mebp" else (1.8, 3)
     how = {"color": colour, "linewidth": thick, "linestyle": dashes, "zorder": order}

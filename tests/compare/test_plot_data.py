@@ -20,9 +20,9 @@ def test_thinning_keeps_both_ends_and_every_extreme() -> None:
     assert plot_data.thinned([1, 2], [3, 4], 50) == ((1, 3), (2, 4))
 
 
-def test_the_running_mean_is_of_the_values_around() -> None:
-    assert plot_data.running_mean([1, 2, 6, 4, 5], 3) == [1.5, 3, 4, 5, 4.5]
-    assert plot_data.running_mean([1, 2, 6], 1) == [1, 2, 6]
+def test_the_running_median_is_of_the_values_around() -> None:
+    assert plot_data.running_median([1, 2, 9, 4, 5], 3) == [1.5, 2, 4, 5, 4.5]
+    assert plot_data.running_median([1, 2, 6], 1) == [1, 2, 6]
 
 
 @pytest.mark.parametrize(

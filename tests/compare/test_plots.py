@@ -241,7 +241,7 @@ def test_loss_curves_show_every_step_and_how_near_they_are(drawn: Path) -> None:
     words = words_of(svg)
     assert "at most 0.0001 from mesp" in words
     assert not any("mezo" in text and "from" in text for text in words)
-    setting = "smollm2-135m, 256 tokens, LoRA rank 8, float32, mlx on cpu; thin: each step"
+    setting = "smollm2-135m, 256 tokens, LoRA rank 8, float32, mlx on cpu; thick: median of 4 steps"
     assert any(text.startswith(setting) for text in words)
 
 
