@@ -80,7 +80,8 @@ def measure_memory(
     return answer | {
         "peak_bytes": peak,
         "footprint_bytes": None if most is None else most - baseline,
-        "compiled_bytes": backend.compiled_bytes(),
+        # Plain autodiff is many small programs of the framework's own, of which nothing is known.
+        "compiled_bytes": None if setting.method == "autodiff" else backend.compiled_bytes(),
         "timeline": sampler.timeline(baseline),
     }
 

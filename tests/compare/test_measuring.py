@@ -96,6 +96,12 @@ def test_the_loss_is_that_of_the_first_step_and_both_steps_update(setting: Setti
     assert found["footprint_bytes"] > 0
 
 
+def test_compiled_memory_is_told_where_a_step_is_compiled(setting: Setting) -> None:
+    base = replace(setting, backend="jax:cpu")
+    assert in_process(memory_request(base))["compiled_bytes"] > 0
+    assert in_process(memory_request(replace(base, method="autodiff")))["compiled_bytes"] is None
+
+
 def test_mlx_tells_its_allocator_and_a_timeline_of_it(setting: Setting) -> None:
     found = in_process(memory_request(replace(setting, backend="mlx:cpu"), timeline=True))
     assert found["peak_bytes"] > 4 * found["trained"]
