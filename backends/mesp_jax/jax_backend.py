@@ -28,7 +28,7 @@ from mesp_jax.loops import LOOPS
 from mesp_jax.namespace import XP
 from mesp_jax.programs import Program, Programs
 from mesp_jax.pytrees import register_pytrees
-from mesp_jax.streamed import StreamedMatrix, load_streamed
+from mesp_jax.streamed import StreamedMatrix, interruptions, load_streamed
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _INTEGERS = ("int32", "uint32", "uint8", "int8", "uint16", "bool")
@@ -72,13 +72,14 @@ class JaxBackend(Backend):
         result is waited for, so that the next stage's weights do not join this one's.
         """
         arguments, streamed = load_streamed(arguments)
-        if stage in (block_backward, plain_block_backward):
-            out = self._block_backward(stage, arguments, static)
-        else:
-            bound = _BoundStage(stage, self)
-            out = self._programs.run(bound, arguments, static, name=stage.__name__)
-        if streamed or self.jax_device.platform == "cpu":
-            jax.block_until_ready(out)
+        with interruptions():
+            if stage in (block_backward, plain_block_backward):
+                out = self._block_backward(stage, arguments, static)
+            else:
+                bound = _BoundStage(stage, self)
+                out = self._programs.run(bound, arguments, static, name=stage.__name__)
+            if streamed or self.jax_device.platform == "cpu":
+                jax.block_until_ready(out)
         return out
 
     def _block_backward(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -92,11 +94,12 @@ class HostMatrix:
     @staticmethod
     def of(stored: StoredMatrix) -> HostMatrix:
         """The one of ``stored``, which lives as long."""
-        host = _HOSTS.get(stored)
-        if host is None:
-            host = _HOSTS[stored] = HostMatrix(stored)
-            _BY_NUMBER[int(host.number)] = host
-        return host
+        with _LOCK:
+            host = _HOSTS.get(stored)
+            if host is None:
+                host = _HOSTS[stored] = HostMatrix(stored)
+                _BY_NUMBER[int(host.number)] = host
+            return host
 
     def tile(self, i: int, step: int, axis: int) -> tuple[np.ndarray, ...]:
         """Tile ``i`` of ``step`` rows, or of columns or groups, of each array."""
@@ -110,6 +113,7 @@ class HostMatrix:
         return array[rows] if order is None else np.take(array, order[rows], axis=0)
 
 
+_LOCK = Lock()
 _NUMBERS = count()
 _HOSTS: WeakKeyDictionary[StoredMatrix, HostMatrix] = WeakKeyDictionary()
 _BY_NUMBER: WeakValueDictionary[int, HostMatrix] = WeakValueDictionary()
@@ -151,7 +155,7 @@ class FetchedMatrix:
             cut = (*shape[:axis], min(step, rest), *shape[axis + 1 :])
             results.append(jax.ShapeDtypeStruct(cut, jax.dtypes.canonicalize_dtype(dtype)))
         fetch = partial(_fetch_tile, step=step, axis=axis)
-        arrays = jax.pure_callback(fetch, results, self.number, i)
+        arrays = jax.pure_callback(fetch, results, self.number, i, vmap_method="sequential")
         return _matrix(arrays, self.layout, self.dtype, self.tile_weights).dense()
 
     def take(self, rows: jax.Array) -> jax.Array:
@@ -162,7 +166,7 @@ class FetchedMatrix:
         def body(i: Any, taken: jax.Array) -> jax.Array:
             some = LOOPS.tile(rows, i, _INDICES)
             result = jax.ShapeDtypeStruct((some.shape[0], shape[1]), dtype)
-            found = jax.pure_callback(fetch, result, self.number, some)
+            found = jax.pure_callback(fetch, result, self.number, some, vmap_method="sequential")
             return LOOPS.put(taken, i, _INDICES, 0, found)
 
         return LOOPS.fold_tiles(body, jnp.zeros(shape, dtype), shape[0], _INDICES)
@@ -175,6 +179,18 @@ def load_streamed(tree: Any) -> tuple[Any, bool]:
         return tree, False
     read = [leaf.argument() if isinstance(leaf, StreamedMatrix) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, read), True
+
+
+@contextmanager
+def interruptions() -> Iterator[None]:
+    """An interruption that came while the host was answering a program is one again: XLA makes an
+    error of its own of whatever is raised there."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _matrix(

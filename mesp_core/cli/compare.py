@@ -14,7 +14,13 @@ from mesp_core.compare.ladder import climb, ladder_table
 from mesp_core.compare.measure import Options
 from mesp_core.compare.presets import PRESETS, preset_folder
 from mesp_core.compare.process import run_child, signals_interrupt
-from mesp_core.compare.reproduce import NAMES, Reproduction, chosen, reusable
+from mesp_core.compare.reproduce import (
+    NAMES,
+    Reproduction,
+    check_report_form,
+    chosen,
+    reusable,
+)
 from mesp_core.compare.setting import Setting, parse_method
 from mesp_core.compare.study import Report, Study
 from mesp_core.compare.table import heading, table
@@ -92,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
         status = INTERRUPTED
     for line in job.tables():
         say(line)
-    job.study.save()
+    if not job.study.empty:
+        # An earlier report is worth more than an empty one.
+        job.study.save()
     try:
         if draw is not None:
             draw(job.study.report)
@@ -175,6 +183,20 @@ def _earlier(path: str | None) -> dict[str, Any]:
     return read_json(Path(path))
 
 
+def _set_aside(path: str) -> None:
+    """Renames a report that cannot be gone on with, as it would be overwritten."""
+    aside = f"{path}.old"
+    try:
+        Path(path).replace(aside)
+    except OSError as error:
+        raise MespError(f"cannot rename {path} to {aside}: {error.strerror}") from error
+    say(
+        f"mesp: {path} was measured elsewhere or by other versions, so it is not gone on with; "
+        f"it is {aside} now",
+        error=True,
+    )
+
+
 def _study(
     options: argparse.Namespace,
     source: str | None,
@@ -207,8 +229,12 @@ def _study(
     )
     settings = {key: value for key, value in vars(options).items() if key != "run"}
     report = {"command": "compare", **answer, "settings": settings}
+    kept = reusable(earlier, report) if earlier else {}
+    if earlier and not kept:
+        _set_aside(options.json)
+    check_report_form(kept, options.json)
     study = Study(
-        report | (reusable(earlier, report) if earlier else {}),
+        report | kept,
         Options(
             steps=0 if options.no_time else options.steps,
             gradients=not options.no_gradients,

@@ -70,7 +70,7 @@ class Comparison:
         """Whether a row holds all that is asked for."""
         if row is None or row["error"] is not None:
             return row is not None and bool(row.get("unavailable"))
-        timed = row["step_seconds"] is not None or row["time_error"] is not None
+        timed = row["step_seconds"] is not None
         compared = row["gradient_reference"] is not None
         return (timed or not self.options.steps) and (compared or not self.options.gradients)
 

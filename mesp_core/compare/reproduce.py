@@ -70,6 +70,20 @@ def reusable(earlier: Mapping[str, Any], report: Report) -> Report:
     return {key: earlier[key] for key in ("rows", "ladder", "curves") if key in earlier}
 
 
+def check_report_form(report: Report, path: str) -> None:
+    """Raises MespError naming the file where rows or curves are not what ``compare`` writes."""
+    try:
+        for row in (*report.get("rows", []), *report.get("ladder", [])):
+            Setting.from_row(row)
+        for curve in report.get("curves", {}).values():
+            _ = curve["run"], curve["error"], len(curve["loss"]), len(curve["step"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MespError(
+            f"{path} is no report of this version's mesp compare, so it cannot be gone on with "
+            f"({type(error).__name__}: {error}); give --json another name"
+        ) from None
+
+
 class Reproduction:
     """base: backend, dtypes, seed and the rest of every setting; names: of the experiments; cache:
     where presets are kept."""
@@ -139,10 +153,26 @@ class Reproduction:
         for run in self._runs():
             if run.finished(curves.get(run.method)):
                 continue
-            curves[run.method] = run.curve()
             self._study.tell(f"{run.iterations} steps of {run.method} on {run.model}")
-            train(run, curves[run.method])
-            self._study.save()
+            self._train(run)
+
+    def _train(self, run: Run) -> None:
+        """One curve, kept as it grows beyond what there is of it already."""
+        curves, curve = self._study.report["curves"], run.curve()
+
+        def keep() -> None:
+            known = curves.get(run.method)
+            if not run.began(known) or len(curve["loss"]) >= len(known["loss"]):
+                curves[run.method] = curve
+                self._study.save()
+
+        try:
+            train(run, curve, keep=keep)
+        except MespError as error:
+            curve |= {"error": str(error), "failed": True}
+            self._study.tell(f"  {run.method}: {error}")
+        finally:
+            keep()
 
     def _curves(self) -> list[str]:
         known = self._study.report["curves"]

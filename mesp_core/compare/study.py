@@ -51,4 +51,9 @@ class Study:
         return any(
             row["time_error"] or (row["error"] and not row.get("unavailable"))
             for row in (*self.report["rows"], *self.report["ladder"])
-        )
+        ) or any(curve.get("failed") for curve in self.report["curves"].values())
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been measured yet."""
+        return not any(self.report[part] for part in ("rows", "ladder", "curves"))

@@ -145,6 +145,26 @@ def test_ctrl_c_prints_and_keeps_what_is_there(compare: Run, tmp_path: Path) -> 
     assert "7 tokens" in outcome.out and "12 tokens" not in outcome.out
 
 
+def test_an_earlier_report_is_not_lost(compare: Run, tmp_path: Path) -> None:
+    """Not to an interruption before the first figure, nor to a reproduction that cannot go on."""
+
+    def interrupted(setting: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "report.json"
+    assert compare("--methods", "mesp", "--json", path).status == 0
+    earlier = path.read_bytes()
+    outcome = compare("--methods", "mesp", "--json", path, runner=spoiled(interrupted))
+    assert outcome.status == 130 and path.read_bytes() == earlier
+    path.write_text(json.dumps(json.loads(earlier) | {"backend": "abacus"}), "utf-8")
+    other = path.read_bytes()
+    flags = ("--reproduce", "mezo", "--dtype", "float32", "--lora-dtype", "float32")
+    outcome = compare(*flags, "--json", path, runner=spoiled(interrupted), model=None)
+    assert outcome.status == 130
+    assert f"it is {path}.old now" in outcome.err
+    assert Path(f"{path}.old").read_bytes() == other and not path.exists()
+
+
 def test_a_signal_ends_a_real_run_the_same_way(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     flags = ["--model", str(tiny), "--backend", "numpy", "--json", str(path)]

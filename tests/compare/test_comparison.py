@@ -94,6 +94,9 @@ def test_when_the_steps_cannot_be_timed_the_rest_stays(setting: Setting) -> None
     assert rows[0]["peak_bytes"] == 200_000_000 and rows[0]["step_seconds"] is None
     assert rows[0]["time_error"] == "ended by SIGKILL" and rows[0]["error"] is None
     assert any("not timed: ended by SIGKILL" in line for line in table(rows))
+    again = Invented()
+    rows = Comparison(Options(run=again), known=rows).cell(methods(setting, "mesp"))
+    assert again.asked[-1] == "time mesp" and rows[0]["time_error"] is None
 
 
 def test_one_method_that_cannot_be_timed_leaves_the_others(setting: Setting) -> None:

@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 
 from mesp_core import MespError
+from mesp_core.compare import curves as module_of_curves
 from mesp_core.compare import presets, reproduce
 from mesp_core.compare.curves import Run, train
 from mesp_core.compare.experiments import EXPERIMENTS, SIZES
 from mesp_core.compare.measure import Options
 from mesp_core.compare.presets import Preset
-from mesp_core.compare.reproduce import NAMES, Reproduction, chosen, reusable
+from mesp_core.compare.reproduce import (
+    NAMES,
+    Reproduction,
+    check_report_form,
+    chosen,
+    reusable,
+)
 from mesp_core.compare.setting import Setting
 from mesp_core.compare.study import Study
 from tests.compare.conftest import Invented
@@ -167,6 +174,58 @@ def test_exact_methods_follow_one_curve_and_finished_ones_are_kept(
     run(["convergence"], again, base, tmp_path)
     assert again.report["curves"]["mesp"]["loss"] == [9.0] * 4
     assert again.report["curves"]["mebp"]["loss"] == curves["mebp"]["loss"]
+
+
+def test_the_longer_part_of_an_interrupted_curve_is_kept(
+    base: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(run: Run, curve: Any, keep: Any) -> None:
+        curve["step"], curve["loss"] = [1, 2], [5.0, 4.0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "train", interrupted)
+    study = study_with(Invented())
+    with pytest.raises(KeyboardInterrupt):
+        run(["convergence"], study, base, tmp_path)
+    assert study.report["curves"]["mesp"]["loss"] == [5.0, 4.0]
+    longer = study.report["curves"]["mesp"] | {"step": [1, 2, 3], "loss": [5.0, 4.0, 3.0]}
+    again = study_with(Invented(), curves={"mesp": longer})
+    with pytest.raises(KeyboardInterrupt):
+        run(["convergence"], again, base, tmp_path)
+    assert again.report["curves"]["mesp"]["loss"] == [5.0, 4.0, 3.0]
+
+
+def test_a_run_that_diverges_is_told_and_the_next_one_trained(
+    base: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverging(run: Run, curve: Any, keep: Any) -> None:
+        curve["step"], curve["loss"] = [1], [9.0]
+        raise MespError("the loss is not finite")
+
+    monkeypatch.setattr(reproduce, "train", diverging)
+    study = study_with(Invented())
+    run(["convergence"], study, base, tmp_path)
+    curves = study.report["curves"]
+    assert list(curves) == ["mesp", "mebp", "mezo"] and study.failed
+    assert curves["mebp"]["error"] == "the loss is not finite" and curves["mebp"]["loss"] == [9.0]
+
+
+def test_a_curve_is_kept_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_of_curves, "_KEPT", 2)
+    run, kept = Run(reproduce.REAL_MODEL, "torch:cpu", "mesp", "sgd", 0.03, 4, 7), []
+    curve = run.curve()
+    train(run, curve, keep=lambda: kept.append(len(curve["loss"])))
+    assert kept == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [{"rows": [{"a": 1}]}, {"rows": "x"}, {"ladder": 3}, {"curves": {"mesp": {"loss": 5}}}],
+    ids=str,
+)
+def test_a_report_of_another_form_is_refused_by_name(spoiled: dict[str, Any]) -> None:
+    with pytest.raises(MespError, match=r"paper\.json is no report of this version's"):
+        check_report_form(spoiled, "paper.json")
 
 
 def test_a_method_that_cannot_run_has_no_curve_but_a_reason() -> None:

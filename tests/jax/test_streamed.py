@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,13 @@ from mesp_core.backend import TileSizes
 from mesp_core.stored_matrix import StoredMatrix
 from mesp_jax.jax_backend import JaxBackend
 from mesp_jax.matrices import JaxDense, JaxQuantized
-from mesp_jax.streamed import _BY_NUMBER, FetchedMatrix, StreamedMatrix, load_streamed
+from mesp_jax.streamed import (
+    _BY_NUMBER,
+    FetchedMatrix,
+    HostMatrix,
+    StreamedMatrix,
+    load_streamed,
+)
 from mesp_reference.check.compare import assert_close
 from tests.jax.stored import ALLOWED, GROUP, IN, OUT, STORED, N, blocks, dense
 
@@ -133,3 +141,50 @@ def test_a_number_is_forgotten_with_its_matrix(tiled: JaxBackend) -> None:
     assert fetched(tiled, stored).number == number and int(number) in _BY_NUMBER
     del stored
     assert int(number) not in _BY_NUMBER
+
+
+def test_an_interruption_while_the_host_answers_is_one_again(
+    tiled: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA would make a JaxRuntimeError of it."""
+
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def product(x: Any, weight: Any, *, ops: Any, backend: Any) -> Any:
+        return weight.matmul(x)
+
+    def broken(*given: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    stored = dense("float32")
+    weight = tiled.frozen(stored, "float32", "streamed")
+    tiled.run(product, jnp.eye(IN), weight)
+    monkeypatch.setattr(HostMatrix, "tile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiled.run(product, jnp.eye(IN), weight)
+    monkeypatch.setattr(HostMatrix, "tile", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the disk is gone"):
+        tiled.run(product, jnp.eye(IN), weight)
+
+
+def test_threads_that_come_first_together_share_a_number() -> None:
+    for _ in range(50):
+        stored, barrier = dense("float32"), threading.Barrier(4)
+        found: list[int] = []
+
+        def ask(stored: StoredMatrix, barrier: threading.Barrier, found: list[int]) -> None:
+            barrier.wait()
+            found.append(int(HostMatrix.of(stored).number))
+
+        threads = [threading.Thread(target=ask, args=(stored, barrier, found)) for _ in range(4)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert len(found) == 4 and len(set(found)) == 1 and found[0] in _BY_NUMBER
