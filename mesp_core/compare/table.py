@@ -80,11 +80,14 @@ def heading(rows: Sequence[Row]) -> str:
     """What the rows share."""
     row = rows[0]
     stored = row.get("stored_bytes")
-    weights = "" if stored is None else f"{megabytes(stored)} MB of weights "
-    return (
+    shared = (
         f"{row['model']} on {row['backend']}, {row['tokens']} tokens, {row['dtype']}, LoRA "
-        f"{row['lora_dtype']} rank {row['rank']}, {weights}{row['residency']}"
+        f"{row['lora_dtype']} rank {row['rank']}"
     )
+    # The rungs of a ladder differ in where the weights are.
+    where = f" {row['residency']}" if len({row["residency"] for row in rows}) == 1 else ""
+    weights = "" if stored is None else f"{megabytes(stored)} MB of weights"
+    return ", ".join(filter(None, (shared, f"{weights}{where}".strip())))
 
 
 def _block(
