@@ -19,10 +19,12 @@ from mesp_core.callbacks import MetricsFile
 
 Run = Callable[..., Any]
 
-#: A shell starts what runs in its background with Ctrl-C ignored.
+#: A shell starts what runs in its background with Ctrl-C ignored, and nohup with SIGHUP.
 _MAIN = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from mesp_core.cli.main import main
 sys.exit(main())
 """

@@ -136,7 +136,8 @@ def test_the_first_signal_is_a_request_and_the_second_acts() -> None:
 
 
 def test_a_closed_terminal_is_a_request_too_unless_it_is_ignored() -> None:
-    usual = signal.getsignal(signal.SIGHUP)
+    # nohup would have it ignored from the start.
+    usual = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with StopRequest(lambda name: None) as request:
             os.kill(os.getpid(), signal.SIGHUP)
