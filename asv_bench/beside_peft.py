@@ -22,22 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mesp_core.compare.presets import PRESETS
+from mesp_core.compare.process import EXACT
+
 TOKENS, RANK, ALPHA, RATE, TURNS = 256, 8, 16, 1e-2, 5
 CONTENDERS = ("peft", "torch", "jax")
-
-#: Of Qwen2.5-0.5B.
-_SHAPES = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-
-#: Settings of the allocator that make memory figures exact; read when a process starts.
-_EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 #: One step; gives the loss.
 Step = Callable[[], float]
@@ -47,7 +36,9 @@ def write_model(folder: Path) -> None:
     """Random weights in the shapes of Qwen2.5-0.5B, as transformers saves them."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    AutoModelForCausalLM.from_config(Qwen2Config(**_SHAPES)).float().save_pretrained(folder)
+    dense = PRESETS["qwen2.5-0.5b"].configuration()
+    del dense["quantization"], dense["torch_dtype"]
+    AutoModelForCausalLM.from_config(Qwen2Config(**dense)).float().save_pretrained(folder)
 
 
 def peft_step(folder: Path) -> Step:
@@ -168,7 +159,7 @@ def _child(*arguments: str | Path) -> dict:
     """What this file prints as JSON when run with ``arguments`` in a process of its own."""
     command = [sys.executable, "-m", "asv_bench.beside_peft", "--child", *map(str, arguments)]
     done = subprocess.run(
-        command, env=os.environ | _EXACT, stdout=subprocess.PIPE, text=True, check=True
+        command, env=os.environ | EXACT, stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -14,13 +14,7 @@ from mesp_core.compare.ladder import climb, ladder_table
 from mesp_core.compare.measure import Options
 from mesp_core.compare.presets import PRESETS, preset_folder
 from mesp_core.compare.process import run_child, signals_interrupt
-from mesp_core.compare.reproduce import (
-    NAMES,
-    Reproduction,
-    check_report_form,
-    chosen,
-    reusable,
-)
+from mesp_core.compare.reproduce import NAMES, Reproduction, chosen, reusable
 from mesp_core.compare.setting import Setting, parse_method
 from mesp_core.compare.study import Report, Study
 from mesp_core.compare.table import heading, table
@@ -183,20 +177,6 @@ def _earlier(path: str | None) -> dict[str, Any]:
     return read_json(Path(path))
 
 
-def _set_aside(path: str) -> None:
-    """Renames a report that cannot be gone on with, as it would be overwritten."""
-    aside = f"{path}.old"
-    try:
-        Path(path).replace(aside)
-    except OSError as error:
-        raise MespError(f"cannot rename {path} to {aside}: {error.strerror}") from error
-    say(
-        f"mesp: {path} was measured elsewhere or by other versions, so it is not gone on with; "
-        f"it is {aside} now",
-        error=True,
-    )
-
-
 def _study(
     options: argparse.Namespace,
     source: str | None,
@@ -207,7 +187,8 @@ def _study(
     """A study, and a setting with the backend and everything else that all settings share.
 
     source: the model whose dtype ``auto`` means; earlier: a report to go on with. Raises MespError
-    where the model cannot be opened, or the backend cannot run or lacks a dtype.
+    where the model cannot be opened, the backend cannot run or lacks a dtype, or ``earlier`` is of
+    something else.
     """
     stored = dtype
     if source is not None:
@@ -229,12 +210,8 @@ def _study(
     )
     settings = {key: value for key, value in vars(options).items() if key != "run"}
     report = {"command": "compare", **answer, "settings": settings}
-    kept = reusable(earlier, report) if earlier else {}
-    if earlier and not kept:
-        _set_aside(options.json)
-    check_report_form(kept, options.json)
     study = Study(
-        report | kept,
+        report | (reusable(earlier, report, options.json) if earlier else {}),
         Options(
             steps=0 if options.no_time else options.steps,
             gradients=not options.no_gradients,

@@ -15,7 +15,7 @@ from typing import Any
 #: Buffers of glibc's allocator that are this large go back to the system as soon as they are
 #: freed, so that the process's anonymous memory is what is in use; by default glibc changes its
 #: mind as it goes. NumPy's wish for huge pages would count memory that nothing has touched.
-_EXACT = {
+EXACT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "NUMPY_MADVISE_HUGEPAGE": "0",
@@ -30,7 +30,7 @@ def run_child(request: Mapping[str, Any], *, exact: bool = False) -> dict[str, A
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if exact:
-        environment |= _EXACT
+        environment |= EXACT
     # -P: a file of the current folder must not stand for a module.
     command = [sys.executable, "-P", "-m", "mesp_core.compare.child"]
     process = subprocess.Popen(

@@ -61,27 +61,31 @@ def chosen(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def reusable(earlier: Mapping[str, Any], report: Report) -> Report:
-    """rows and curves of an earlier report, if it was made here by the same versions; nothing
-    otherwise."""
+def reusable(earlier: Mapping[str, Any], report: Report, path: str) -> Report:
+    """rows, ladder and curves of the earlier report that ``path`` holds.
+
+    Raises MespError where it was not made here by the same versions, or is none of ``compare``: it
+    would be overwritten.
+    """
     same = ("command", "versions", "backend", "device", "machine")
-    if any(earlier.get(key) != report[key] for key in same):
-        return {}
-    return {key: earlier[key] for key in ("rows", "ladder", "curves") if key in earlier}
-
-
-def check_report_form(report: Report, path: str) -> None:
-    """Raises MespError naming the file where rows or curves are not what ``compare`` writes."""
+    others = [key for key in same if earlier.get(key) != report[key]]
+    if others:
+        raise MespError(
+            f"{path} was measured with another {', '.join(others)}, so it cannot be gone on with; "
+            "give --json another name"
+        )
+    kept = {key: earlier[key] for key in ("rows", "ladder", "curves") if key in earlier}
     try:
-        for row in (*report.get("rows", []), *report.get("ladder", [])):
+        for row in (*kept.get("rows", []), *kept.get("ladder", [])):
             Setting.from_row(row)
-        for curve in report.get("curves", {}).values():
+        for curve in kept.get("curves", {}).values():
             _ = curve["run"], curve["error"], len(curve["loss"]), len(curve["step"])
     except (KeyError, TypeError, AttributeError) as error:
         raise MespError(
             f"{path} is no report of this version's mesp compare, so it cannot be gone on with "
             f"({type(error).__name__}: {error}); give --json another name"
         ) from None
+    return kept
 
 
 class Reproduction:

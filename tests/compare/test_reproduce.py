@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,7 @@ from mesp_core.compare.curves import Run, train
 from mesp_core.compare.experiments import EXPERIMENTS, SIZES
 from mesp_core.compare.measure import Options
 from mesp_core.compare.presets import Preset
-from mesp_core.compare.reproduce import (
-    NAMES,
-    Reproduction,
-    check_report_form,
-    chosen,
-    reusable,
-)
+from mesp_core.compare.reproduce import NAMES, Reproduction, chosen, reusable
 from mesp_core.compare.setting import Setting
 from mesp_core.compare.study import Study
 from tests.compare.conftest import Invented
@@ -128,12 +123,14 @@ def test_what_is_in_the_report_is_not_measured_again(base: Setting, tmp_path: Pa
     assert second.options.run.asked == []
 
 
-def test_a_report_of_other_versions_or_another_machine_is_not_gone_on_with() -> None:
-    earlier = HEAD | {"rows": [1], "curves": {"mesp": 2}}
-    assert reusable(earlier, dict(HEAD)) == {"rows": [1], "curves": {"mesp": 2}}
-    for key in ("versions", "backend", "device", "machine"):
-        assert reusable(earlier, HEAD | {key: "other"}) == {}
-    assert reusable({}, dict(HEAD)) == {}
+def test_a_report_of_other_versions_or_another_machine_is_refused(base: Setting) -> None:
+    rows = [replace(base, method="mesp").row()]
+    assert reusable(HEAD | {"rows": rows}, dict(HEAD), "paper.json") == {"rows": rows}
+    for key in HEAD:
+        with pytest.raises(
+            MespError, match=rf"paper\.json was measured with another {key}, .*name"
+        ):
+            reusable(HEAD | {"rows": rows}, HEAD | {key: "other"}, "paper.json")
 
 
 def test_what_there_is_after_an_interruption_is_printed(base: Setting, tmp_path: Path) -> None:
@@ -225,7 +222,7 @@ def test_a_curve_is_kept_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_report_of_another_form_is_refused_by_name(spoiled: dict[str, Any]) -> None:
     with pytest.raises(MespError, match=r"paper\.json is no report of this version's"):
-        check_report_form(spoiled, "paper.json")
+        reusable(HEAD | spoiled, dict(HEAD), "paper.json")
 
 
 def test_a_method_that_cannot_run_has_no_curve_but_a_reason() -> None:
